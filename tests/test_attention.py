@@ -221,7 +221,7 @@ def test_decoding_from_the_cache_has_the_bits_of_packed_attention(window, groups
         q = randn(len(chosen), 2 * groups, dim, seed=len(chosen), dtype=dtype)
         got = portable_attention.decode(q, keys, values, index, mask)
         for i, row in enumerate(chosen):
-            blocks, num_keys = cache.blocks.blocks_of(row), length_of(cache, row)
+            blocks, num_keys = cache.blocks.sequence_blocks(row), length_of(cache, row)
             k = keys[blocks].permute(0, 3, 1, 2).flatten(0, 1)[:num_keys]
             v = values[blocks].transpose(1, 2).flatten(0, 1)[:num_keys]
             expected = attend_packed(q[i].expand(num_keys, -1, -1), k, v, [num_keys], window)[-1]

@@ -143,7 +143,7 @@ def test_a_vision_models_folder_is_read_for_its_text_and_saved_whole(family, tmp
     assert (got - expected).norm() <= 2e-6 * expected.norm()
     raw = json.loads((tmp_path / "config.json").read_text())
     kept = passthrough_tensors(model.config, tmp_path)
-    write_folder(tmp_path / "saved", dict(model.named_parameters()), config=raw, kept=kept)
+    write_folder(tmp_path / "saved", dict(model.named_parameters()), config=raw, passthrough=kept)
     before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "saved"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)

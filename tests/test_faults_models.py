@@ -39,7 +39,7 @@ def test_row_32_non_finite_weights_are_named(folder):
     tensors = load_file(path)
     tensors[name][3] = torch.inf
     save_file(tensors, path)
-    with pytest.raises(InputError, match=rf"model\.safetensors: {name} .*not finite"):
+    with pytest.raises(InputError, match=rf"model\.safetensors: {name} .*non-finite"):
         load(folder)
 
 
@@ -126,7 +126,8 @@ def test_row_35_pickles_are_refused_unread(folder, tmp_path):
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Canary(tmp_path / "canary")))
     with pytest.raises(
-        InputError, match=rf"{folder}: no model\.safetensors, and no {INDEX} for shards; fetch it, or convert"
+        InputError,
+        match=rf"{folder}: no model\.safetensors, and no {INDEX} for shards; fetch them, or convert",
     ):
         load(folder)
     assert not (tmp_path / "canary").exists()

@@ -115,7 +115,7 @@ def test_a_type_has_transformers_logits_its_bits_in_decoding_and_its_names_in_a_
         for parameter in model.parameters():
             parameter.mul_(2)
     kept = passthrough_tensors(model.config, tmp_path / "read")
-    write_folder(tmp_path / "saved", dict(model.named_parameters()), config=raw, kept=kept)
+    write_folder(tmp_path / "saved", dict(model.named_parameters()), config=raw, passthrough=kept)
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("read", "saved"))
     assert before.keys() == after.keys()
     factors = {name: 1 if name == OUTSIDE.get(kind) else 2 for name in before}

@@ -14,13 +14,13 @@ BLOCK = 32
 
 def check_accounting(pool: BlockPool, lengths: dict[int, int]) -> None:
     """Every property that must hold after any operation. lengths: of the sequences, by their rows."""
-    held = Counter(block for row in lengths for block in pool.blocks_of(row))
+    held = Counter(block for row in lengths for block in pool.sequence_blocks(row))
     num_blocks = len(pool.ref_counts)
     assert pool.ref_counts.tolist() == [held[b] for b in range(num_blocks)]
     assert sorted(pool.free) == [b for b in range(num_blocks) if not held[b]]
     places: dict[int, int] = {}
     for row, length in lengths.items():
-        table = pool.blocks_of(row)
+        table = pool.sequence_blocks(row)
         assert pool.lengths[row] == length
         assert len(set(table)) == len(table) == (length - 1) // BLOCK + 1
         for place, block in enumerate(table):

@@ -219,7 +219,7 @@ def test_adapters_that_would_be_computed_in_another_way_are_refused(peft_folder,
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("layers.0.mlp.up_proj.lora_B", [384, 4], r"lora_A \[2, 128\] and lora_B \[384, 4\], with r 2"),
+        ("layers.0.mlp.up_proj.lora_B", [384, 4], r"lora_A \[2, 128\] and lora_B \[384, 4\] with r 2"),
         ("embed_tokens.lora_embedding_A", [2, 16], "no weights for .*embed_tokens.lora_embedding_A"),
     ],
 )

@@ -32,7 +32,7 @@ def test_products_are_exact_up_to_rounding(num_in, num_out, rows, dtype):
     Logits are wide sums of narrow inputs: bf16 inputs give fp32 logits with fp32's error; fp64 stays fp64. Pitfall 7.
     `mm_fp32_out` rounds its factors, such as fp32 gradients of logits, and nothing else.
     """
-    assert 300 * 64 < batch_invariance.MAX_PLAIN_BF16 < 700 * 64  # both kinds of products
+    assert 300 * 64 < batch_invariance.MAX_UPCAST_OPERAND < 700 * 64  # both kinds of products
     wide = batch_invariance.at_least_fp32(dtype)
     x, wide_x = randn(rows, num_in, dtype=dtype), randn(rows, num_in, dtype=wide)
     weight, bias = randn(num_out, num_in, dtype=dtype, seed=1), randn(num_out, dtype=dtype, seed=2)

@@ -128,8 +128,8 @@ def test_rope_is_read_from_both_places(keys):
         ({"rope_scaling": [1]}, "rope_parameters"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "architectures=.*Eagle3"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
-        (QWEN | {"hidden_size": 20}, "head_dim=5; rope needs an even number"),
-        ({"vocab_size": 10**12}, "vocab_size=1000000000000; 1048576 at most"),
+        (QWEN | {"hidden_size": 20}, "head_dim=5 is odd; rope needs an even number"),
+        ({"vocab_size": 10**12}, "vocab_size=1000000000000 exceeds the limit of 1048576"),
         (QWEN | {"layer_types": ["sliding_attention"] * 3}, "sliding_window"),
         (QWEN | {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
         # Two labels are transformers' default and not in config.json: such a model is not a reward model either.
@@ -167,7 +167,7 @@ def test_the_other_kind_of_model_is_refused_with_its_folder(tmp_path, scalar_hea
     """A language model cannot be a reward model nor a classifier a policy: the error names both kinds."""
     folder = save(random_model(scalar_head=not scalar_head), tmp_path / "saved")
     kinds = ("a language model", r"a sequence classifier \(reward model\)")
-    said = rf"{folder}: config\.json says {kinds[not scalar_head]}; this must be {kinds[scalar_head]}"
+    said = rf"{folder}: config\.json describes {kinds[not scalar_head]}; expected {kinds[scalar_head]}"
     with pytest.raises(InputError, match=said):
         load_replica(folder, dtype=torch.float32, scalar_head=scalar_head)
     assert read_config(folder) == read_config(folder, scalar_head=not scalar_head)

@@ -1,1 +1,1 @@
-"""The generation engine: requests in, rollouts out, decoded from a key/value cache."""
+"""The generation engine: decodes requests into rollouts with a key/value cache."""

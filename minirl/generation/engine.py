@@ -1,19 +1,18 @@
-"""The generation engine: continuous batching over the training module itself.
+"""The generation engine: continuous batching on the training module itself.
 
-`submit` queues requests and `step` advances all running ones by one token. Which requests run, wait or are parked
-between two turns, and how they share the cache, is in `request_table`; this file passes their tokens through the model.
+`submit` queues requests, and `step` advances all running ones by one token. `request_table` decides which requests run,
+wait or are parked between two turns, and how they share the cache; this file passes their tokens through the model.
 
-The engine handles token ids only, never text: a `StopTest` finds the stop strings of a turn. Each rank decodes on its
-own, and nothing in the engine is collective, unless ranks share the model's layers (`model.shards`): then all of them
-begin each forward together (`_forward`), and a rank without tokens helps the others (`_help_other_ranks`). A rollout
-depends only on its request and the weights, not on the other requests in the batch. At the end of a generation phase,
-when no request is left, the cache is empty, so new weights never read old keys and values. The engine also frees its
-memory, unless it keeps it with the CUDA graphs that read it.
+The engine handles token ids only, never text; a `StopTest` detects a turn's stop strings. Each rank decodes on its own,
+and nothing in the engine is collective unless ranks share the model's layers (`model.shards`). Then all ranks begin
+each forward together (`_forward`), and a rank without tokens helps the others (`_help_other_ranks`). A rollout depends
+only on its request and the weights, not on other requests in the batch. When a generation phase ends, no request is
+left and the cache is empty, so new weights never read old keys and values. The engine then frees the cache memory,
+unless `keeps_cache` keeps it for the CUDA graphs.
 
-With asynchronous decoding, the engine launches a step before the host has read the tokens of the step before,
-which stay on the device as the next step's input. So the device never waits for the host. The engine knows in
-advance which requests reach their token limit. A request that ends with a stop token or by its stop test is decoded
-one token too far, and that token is discarded.
+With asynchronous decoding, the engine launches a step before the host has read the previous step's tokens, which stay
+on the device as input. So the device never waits for the host. The engine knows in advance which requests reach their
+token limit. A request that ends with a stop token or stop string is decoded one token too far; that token is discarded.
 """
 
 import functools
@@ -46,7 +45,7 @@ PREFILL_TOKENS = 8192  # per forward pass
 
 
 class Engine:
-    """Decodes up to `max_running_requests` requests at once in a cache of `cache_tokens` tokens per layer."""
+    """Decodes up to `max_running_requests` requests at once, with a cache of `cache_tokens` tokens per layer."""
 
     def __init__(
         self,
@@ -62,14 +61,14 @@ class Engine:
         cuda_graphs: bool | None = None,
         keeps_cache: bool = False,
     ):
-        """dtype: of the weights and of the cache.
+        """dtype: dtype of the weights and the cache.
 
-        max_prefill_tokens: limit of one forward pass; a longer prompt is prefilled alone.
-        headroom_tokens: the least number of tokens that every running request can decode after an admission before one
-        is preempted. More headroom means fewer requests at a time: with 112, under 2 % are preempted.
-        async_decoding: read tokens one step late. By default on CUDA only.
-        cuda_graphs: pad decode steps and replay them (see `cuda_graphs`). By default on CUDA only.
-        keeps_cache: keep the memory of the cache, and the graphs, from one phase to the next.
+        max_prefill_tokens: limit per forward pass; a longer prompt is prefilled alone.
+        headroom_tokens: minimum number of tokens that every running request can decode after an admission before one is
+        preempted. More headroom means fewer concurrent requests; with 112, under 2 % are preempted.
+        async_decoding: read tokens one step late. By default only on CUDA.
+        cuda_graphs: pad decode steps and replay them (see `cuda_graphs`). By default only on CUDA.
+        keeps_cache: keep the cache memory, and the graphs, between generation phases.
         """
         self.model = model
         self.device = device
@@ -80,7 +79,7 @@ class Engine:
         self.cuda_graphs = is_cuda if cuda_graphs is None else cuda_graphs
         self.keeps_cache = keeps_cache
 
-        # With CUDA graphs a padding row decodes, too. It stores keys and values like any request.
+        # With CUDA graphs, a padding row is decoded too. It stores keys and values like any request.
         self._cache = KVCache(
             model.config,
             num_tokens=cache_tokens + self.cuda_graphs * PAGED_BLOCK,
@@ -97,23 +96,22 @@ class Engine:
             max_prefill_tokens=max_prefill_tokens,
             headroom_tokens=headroom_tokens,
         )
-        # On the device, the newest token of each running request, at its row.
+        # On the device, the newest token of each running request, indexed by row.
         self._newest_tokens = torch.empty(0, dtype=torch.int32, device=device)
-        # The last pass of ranks that share the model's layers.
+        # State of the last pass, for ranks that share the model's layers.
         self._last_pass = PassState()
 
     def submit(self, requests: Sequence[Request], *, weight_version: int = 0) -> None:
-        """Queue requests, and continue those that are between two turns. Not collective.
+        """Queue requests, and continue those that are parked between turns. Not collective.
 
-        Neighbours with the same prompt share one prefill. Of a request between two turns, which has more tokens than
-        before, only the new ones are computed, unless the cache had to drop the others. Requests that have tokens come
-        before the others.
+        Neighbors with the same prompt share one prefill. For a parked request, only the new tokens are computed, unless
+        the cached ones were evicted. Requests that already have tokens go first.
         weight_version: recorded with each token sampled from now on.
-        Raises InputError for a request that is longer than the model's positions or the whole cache. Nothing is queued
-        then, and requests between two turns stay as they were.
+        Raises InputError for a request that exceeds the model's positions or the whole cache. In that case nothing is
+        queued, and parked requests stay parked.
         """
         for request in requests:
-            refuse(not request.prompt_ids, "a prompt without tokens: there is no state to sample from")
+            refuse(not request.prompt_ids, "the prompt is empty, so there is no hidden state to sample from")
             refuse(
                 request.max_new_tokens <= len(request.sampled),
                 f"max_new_tokens {request.max_new_tokens} leaves none to sample after {len(request.sampled)} tokens",
@@ -138,12 +136,12 @@ class Engine:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether `step` has work: some request is not parked."""
+        """Whether any request is not parked, so that `step` has work."""
         return self._table.is_decoding
 
     @property
     def any_rank_has_work(self) -> bool:
-        """Whether `step` has work, or ranks that share the model's layers had some in the last pass."""
+        """Whether `step` has work, or other ranks that share the model's layers had tokens in the last pass."""
         return self.is_decoding or self._last_pass.others_have_tokens
 
     @property
@@ -153,11 +151,11 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        """The work done since the last `take_stats`."""
+        """Statistics since the last `take_stats`."""
         return self._table.stats
 
     def release(self, *rollout_ids: RolloutId) -> None:
-        """End those of these requests that are parked. Not collective."""
+        """End the given requests if they are parked. Not collective."""
         had_parked = bool(self._table.parked)
         for rollout_id in rollout_ids:
             self._table.release(rollout_id)
@@ -166,9 +164,9 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[SampledSequence]:
-        """Admit and prefill waiting requests, then decode one token of every running request.
+        """Admit and prefill waiting requests, then decode one token for every running request.
 
-        Returns the sequences found to be finished. Collective among ranks that share the model's layers.
+        Return the finished sequences. Collective among ranks that share the model's layers.
         """
         if not self.is_decoding:
             self._help_other_ranks()
@@ -182,19 +180,19 @@ class Engine:
                 self._prefill(admitted)
         with spent_on("decode"):
             finished: list[SampledSequence] = []
-            # An asynchronous step can be launched with tokens still unread, unless a request may be
-            # preempted: to be recomputed it must have all its tokens on the host.
+            # An asynchronous step can be launched while tokens are unread, unless a request may be preempted:
+            # to recompute it, all its tokens must be on the host.
             rows = table.rows_below_limit()
             if not (self.async_decoding and self._cache.blocks.can_extend(rows)):
                 finished += table.drain_readbacks()
                 rows = table.rows_below_limit()
             rows = table.extend(rows)
             if len(rows):
-                self._decode(rows)
-            # With asynchronous decoding the step just launched is read one call later. Until then the device
-            # runs it, while the host handles the finished requests and prepares the next step.
-            keeps_unread = self.async_decoding and len(rows) > 0
-            finished += table.drain_readbacks(num_unread=int(keeps_unread))
+                self._decode_step(rows)
+            # With asynchronous decoding, the next call reads the step just launched. Meanwhile the device runs
+            # it, and the host handles finished requests and prepares the next step.
+            leaves_unread = self.async_decoding and len(rows) > 0
+            finished += table.drain_readbacks(num_unread=int(leaves_unread))
         if not self.is_busy:
             self._end_generation_phase()
         return finished
@@ -205,7 +203,7 @@ class Engine:
         *,
         weight_version: int = 0,
     ) -> list[SampledSequence]:
-        """Run these requests to their end. Sequences are in the order of the requests. Not collective."""
+        """Run these requests until they finish; return their sequences in the same order. Not collective."""
         self.submit(requests, weight_version=weight_version)
         finished: dict[RolloutId, SampledSequence] = {}
         while self.is_decoding:
@@ -213,24 +211,24 @@ class Engine:
         return [finished[request.rollout_id] for request in requests]
 
     def sync(self) -> None:
-        """Wait until ranks that share the model's layers are here, and help them meanwhile (collective among them)."""
+        """Wait for the ranks that share the model's layers, and help them meanwhile (collective among them)."""
         while not self._help_other_ranks(is_done=True):
             pass
 
     def take_stats(self) -> EngineStats:
-        """The work done since the last call."""
+        """Return the statistics since the last call, and reset them."""
         stats = self.stats
         self._table.stats = EngineStats()
         return stats
 
     def _upload(self, *arrays: NDArray[Any]) -> list[Tensor]:
-        """Copy host arrays to the device, without waiting for it."""
+        """Copy host arrays to the device without waiting for it."""
         return [upload(array, self.device) for array in arrays]
 
     def _forward(self, tokens: Tensor, layout: Layout, *, is_done: bool = False) -> Tensor:
-        """The hidden states [T, D] of tokens. Collective among ranks that share the model's layers: see `shards`.
+        """Return the hidden states [T, D] of tokens. Collective among ranks that share the model's layers (`shards`).
 
-        is_done: this rank will have no tokens until all are done.
+        is_done: whether this rank has no more tokens until all ranks are done.
         """
         model = self.model
         if model.shard_group is not None:
@@ -244,18 +242,18 @@ class Engine:
 
     @torch.no_grad()
     def _help_other_ranks(self, *, is_done: bool = False) -> bool:
-        """Without own tokens, compute those of ranks that share the model's layers, if any (collective among them).
+        """Help the ranks that share the model's layers compute their tokens (collective among them).
 
-        Returns whether all ranks are done.
+        Return whether all ranks are done.
         """
         if self.model.shard_group is None:
             return True
-        nothing = PackedLayout((), self.device)
-        self._forward(nothing.positions, nothing, is_done=is_done)
+        empty_layout = PackedLayout((), self.device)
+        self._forward(empty_layout.positions, empty_layout, is_done=is_done)
         return self._last_pass.all_are_done
 
     def _end_generation_phase(self) -> None:
-        """Free the memory of the requests, which are gone, and of the cache, unless the engine keeps it."""
+        """Free the finished requests' memory, and the cache's unless the engine keeps it."""
         # The device may still be running a step that uses the cache.
         self._table.drain_readbacks()
         self._table.free_memory()
@@ -264,7 +262,7 @@ class Engine:
             self._graphs = None
 
     def _prefill(self, admitted: Mapping[PrefixGroup, Sequence[Request]]) -> None:
-        """Run the new prefixes of admitted requests packed end to end, and sample the next token of each request."""
+        """Prefill the new prefixes of admitted requests, packed end to end, and sample each request's next token."""
         new_groups = [group for group in admitted if group.hidden is None]
         if new_groups:
             prefix_rows = [group.row for group in new_groups if group.row is not None]
@@ -272,7 +270,7 @@ class Engine:
             ids = np.concatenate([group.prefix for group in new_groups])
             hidden = self._forward(upload(ids, self.device), layout)
             self.stats.prefill_tokens += len(ids)
-            # Copies: a view would keep the states of the whole prefill.
+            # Copy the last states: a view would keep the hidden states of the whole prefill.
             last_states = hidden[layout.cu_seqlens[1:].long() - 1]
             for group, state in zip(new_groups, last_states, strict=True):
                 group.hidden = state
@@ -285,15 +283,15 @@ class Engine:
         self._start_requests(np.array(rows), torch.stack(states))
 
     def _prefill_appended(self) -> None:
-        """Compute appended tokens of resumed requests: for each request, up to the end of one cache block.
+        """Prefill the appended tokens of resumed requests, each up to the end of one cache block.
 
-        Each token is decoded like the newest token of a separate sequence, all with the request's block table. A step
-        computes up to `max_prefill_tokens`, later steps the rest. A request whose tokens are all computed samples the
-        next one and runs.
+        Each token is decoded as the newest token of a separate sequence, all with the request's block table. One step
+        computes up to `max_prefill_tokens`, and later steps compute the rest. When all tokens of a request are
+        computed, it samples the next one and runs.
 
-        Example: of a request of 110 tokens, 70 are in the cache, and blocks have 32. Tokens 70 to 95, the rest of its
-        third block, are decoded as 26 sequences of 71 to 96 tokens; in the next step tokens 96 to 109 as 14, and the
-        state of the last one gives the next token.
+        Example: 70 of a request's 110 tokens are cached, and blocks have 32. Tokens 70 to 95, the rest of its third
+        block, are decoded as 26 sequences of 71 to 96 tokens. The next step decodes tokens 96 to 109 as 14 sequences,
+        and samples the next token from the last one's hidden state.
         """
         table = self._table
         cache = self._cache
@@ -304,12 +302,12 @@ class Engine:
         counts = np.array(list(map(len, chunks.values())))
         ends = cache.blocks.lengths[rows]
         positions = concatenated_ranges(ends - counts, counts)
-        repeated = rows.repeat(counts)
-        inputs = cache.begin_step(repeated, positions)
+        token_rows = rows.repeat(counts)
+        inputs = cache.begin_step(token_rows, positions)
         tokens, *uploaded = self._upload(np.concatenate(list(chunks.values())), *inputs)
         layout = cache.decode_layout(*uploaded, tokens_per_sequence=tuple(counts.tolist()))
         hidden = self._forward(tokens, layout)
-        self.stats.prefill_tokens += len(repeated)
+        self.stats.prefill_tokens += len(token_rows)
         is_ready = ends == table.columns["length"][rows]
         table.appended.extendleft(reversed(rows[~is_ready].tolist()))
         if is_ready.any():
@@ -317,7 +315,7 @@ class Engine:
             self._start_requests(rows[is_ready], hidden[last])
 
     def _start_requests(self, rows: IntArray, states: Tensor) -> None:
-        """Start the requests in these rows [n]: sample the next token of each from its hidden state [D]."""
+        """Start the requests in these rows [n]: sample each one's next token from its hidden state [D]."""
         table = self._table
         lengths = self._cache.blocks.lengths
         device_rows, positions, *sampling_params = self._upload(
@@ -330,10 +328,10 @@ class Engine:
         table.add_running(rows)
         table.enqueue_readback(rows, sampled)
 
-    def _decode(self, rows: IntArray) -> None:
-        """Launch one decode step of these requests [B], padded to a batch size of the CUDA graphs, if any.
+    def _decode_step(self, rows: IntArray) -> None:
+        """Launch one decode step for these requests [B], padded to a CUDA graph's batch size if graphs are on.
 
-        Padding decodes any token, with any key, always at the same position of its sequence. Its results are
+        Padding rows decode an arbitrary token, always at the same position of their sequence. Their results are
         discarded.
         """
         cache = self._cache
@@ -345,7 +343,7 @@ class Engine:
             padded = np.pad(rows, (0, num_missing), constant_values=self._padding_row)
             self.stats.padding_tokens += num_missing
         inputs = cache.begin_step(padded, cache.blocks.lengths[padded] - 1)
-        positions, blocks, device_rows, *others = self._upload(
+        positions, blocks, device_rows, *sampling_inputs = self._upload(
             *inputs, *self._table.columns.sampling_params(padded)
         )
         tokens = self._newest_tokens[device_rows]
@@ -360,7 +358,7 @@ class Engine:
         ) -> Tensor:
             layout = cache.decode_layout(positions, blocks, rows, tables)
             hidden = self._forward(tokens, layout)
-            # The sampled token comes one position after the token put in.
+            # The sampled token comes one position after the input token.
             return sample(hidden, self.model.head, positions + 1, sampling_params)
 
         run: Callable[..., Tensor] = step
@@ -370,7 +368,7 @@ class Engine:
             max_blocks = ceil_div(self.model.config.max_position_embeddings, cache.block_size)
             self._graphs = self._graphs or DecodeGraphs(max_blocks)
             run = functools.partial(self._graphs.run, step)
-        sampled = run(tokens, positions, blocks, device_rows, *others)
+        sampled = run(tokens, positions, blocks, device_rows, *sampling_inputs)
         self._newest_tokens[device_rows] = sampled[0]
         self._table.enqueue_readback(rows, sampled[:, :num_requests])
         self.stats.decode_tokens += num_requests

@@ -1,19 +1,19 @@
-"""Counters of the engine's work."""
+"""Statistics of the engine's work."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class EngineStats:
-    """Work since the last `Engine.take_stats`. Tokens, except `decode_steps`, `preemptions`, `evictions`,
-    `peak_running`.
+    """The engine's work since the last `Engine.take_stats`. The counts are tokens unless noted.
 
-    `decode_tokens`: those that decode steps sampled. Of these, `discarded_tokens` come from an asynchronous step
-    that was launched before the host knew that the request had finished.
-    `padding_tokens`: the padding of decode steps in CUDA graphs (`padding.graph_batch_size`).
-    `preemptions` (within a turn) and `evictions` (between two turns) count requests that lost their blocks to others;
-    if they continued, they were prefilled again.
-    `peak_running`: requests in the largest decode step.
+    `decode_tokens`: tokens sampled by decode steps, including `discarded_tokens`: tokens of asynchronous steps that
+    were launched before the host knew that their request had finished.
+    `padding_tokens`: padding of decode steps in CUDA graphs (`padding.graph_batch_size`).
+    `decode_steps`: number of decode steps.
+    `preemptions` (within a turn) and `evictions` (between turns): number of requests that lost their blocks to others
+    and, if they continued, were prefilled again.
+    `peak_running`: number of requests in the largest decode step.
     """
 
     prefill_tokens: int = 0
@@ -27,10 +27,10 @@ class EngineStats:
 
     @property
     def wasted_tokens(self) -> int:
-        """Tokens that decode steps computed for nothing."""
+        """Padding and discarded tokens of decode steps."""
         return self.padding_tokens + self.discarded_tokens
 
     @property
     def computed_tokens(self) -> int:
-        """All tokens that decode steps computed, including the wasted ones."""
+        """All tokens that decode steps computed, including wasted ones."""
         return self.decode_tokens + self.padding_tokens

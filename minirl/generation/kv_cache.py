@@ -1,10 +1,10 @@
-"""The key/value cache: a pool of fixed-size blocks, and what the attention kernels read of it.
+"""The key/value cache: a pool of fixed-size blocks, and the metadata that attention kernels read.
 
-A block holds keys and values of consecutive tokens in every layer with attention. Layers with a window keep all keys,
-too: a mask, or the kernel, leaves out those that the window no longer sees. Which blocks a sequence has is in
-`block_pool`. Other layers than attention may cache states, each in the row of its sequence.
+A block stores keys and values of consecutive tokens for every attention layer. Layers with a window keep all keys, too;
+a mask or the kernel hides those outside the window. `block_pool` tracks the blocks of each sequence. Layers without
+attention may cache states, at the row of each sequence.
 
-A decode step begins with `begin_step`; its arrays are copied to the device, and `decode_layout` makes the layout.
+A decode step begins with `begin_step`. Its arrays are copied to the device, where `decode_layout` builds the layout.
 Most steps change no table, so a step costs the host a few operations on whole columns, regardless of the number and
 length of the sequences.
 """
@@ -36,7 +36,7 @@ from minirl.model.portable_attention import BLOCK, DecodeIndex, index_decode, ma
 
 
 class KVCache:
-    """Cache for `num_tokens` tokens (rounded up to blocks) of sequences."""
+    """A cache for `num_tokens` tokens (rounded up to blocks)."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        """max_sequences: for how many, and a prefix, layers without attention can cache states."""
+        """max_sequences: number of sequences, besides a prefix, for which layers without attention can cache states."""
         self.config = config
         self.max_sequences = max_sequences
         self.dtype = dtype
@@ -60,12 +60,12 @@ class KVCache:
 
     @functools.cached_property
     def pool(self) -> CachePool:
-        """The memory, allocated at its first use since `free_memory`."""
+        """The cache memory, allocated at its first use after `free_memory`."""
         config = self.config
         windows = config.attention_windows
         shape = (len(windows), len(self.blocks.ref_counts), config.num_key_value_heads)
         zeros = functools.partial(torch.zeros, dtype=self.dtype, device=self.device)
-        # Finite numbers from the start: the portable kernel multiplies masked keys and values too, and 0 x NaN is NaN.
+        # Start with finite values: the portable kernel also multiplies masked keys and values, and 0 x NaN is NaN.
         keys = zeros(*shape, config.head_dim, self.block_size)
         values = zeros(*shape, self.block_size, config.head_dim)
         states = None
@@ -79,31 +79,31 @@ class KVCache:
 
     @property
     def prefill_chunk_size(self) -> int:
-        """The size of a part: a step computes tokens of a sequence up to the next multiple of it."""
+        """Chunk size of prefill steps: a step computes a sequence's tokens up to the next multiple."""
         states = self.pool.states
         return self.block_size if states is None else min(self.block_size, states.chunk_size)
 
     def free_memory(self) -> None:
-        """Free the memory, which no sequence may need any more."""
+        """Free the cache memory. No sequence may still need it."""
         vars(self).pop("pool", None)
 
     def fork(self, parent: int, num_forks: int) -> list[int]:
-        """Make sequences with the same tokens, if there are blocks for their partial ones; returns their rows."""
+        """Fork a sequence `num_forks` times; return the new rows. Blocks for the partial ones must be free."""
         forks = [self.blocks.fork(parent) for _ in range(num_forks)]
-        last, *copies = (self.blocks.blocks_of(row)[-1] for row in (parent, *forks))
-        if copies and copies[0] != last:
-            index = upload(np.array(copies), self.device)
+        last_block, *forked_blocks = (self.blocks.sequence_blocks(row)[-1] for row in (parent, *forks))
+        if forked_blocks and forked_blocks[0] != last_block:
+            index = upload(np.array(forked_blocks), self.device)
             for pool in (self.pool.keys, self.pool.values):
-                pool[:, index] = pool[:, last : last + 1].clone()
+                pool[:, index] = pool[:, last_block : last_block + 1].clone()
         if forks and self.has_states:
             self.pool.states.fork(parent, forks)
         return forks
 
     def prefill_layout(self, rows: Sequence[int]) -> PackedLayout:
-        """Layout of all tokens of these sequences, packed end to end. The forward pass fills the cache."""
+        """Build the layout of all tokens of these sequences, packed end to end. The forward pass fills the cache."""
         lengths = self.blocks.lengths[rows]
         positions = concatenated_ranges(0, lengths)
-        blocks = self.blocks.block_at(np.repeat(rows, lengths), positions)
+        blocks = self.blocks.blocks_at(np.repeat(rows, lengths), positions)
         offsets = positions % self.block_size
         slot_mapping = SlotMapping(
             self.pool, *(upload(x, self.device) for x in (np.array(rows), blocks, offsets))
@@ -112,13 +112,13 @@ class KVCache:
         return PackedLayout(sequences, self.device, slot_mapping)
 
     def begin_step(self, rows: IntArray, positions: IntArray) -> list[NDArray[np.integer]]:
-        """Begin a decode step of B tokens of these sequences; returns what `decode_layout` takes, on the host.
+        """Begin a decode step for B tokens of these sequences; return `decode_layout`'s arguments, on the host.
 
-        positions [B]: those of the tokens, each in the last block of its sequence, which has space for it.
+        positions [B]: token positions, each in the last block of its sequence, which has space for it.
         """
         if self.has_states:
             self.pool.states.begin_step(rows, positions)
-        return [positions, self.blocks.block_at(rows, positions), rows, self.blocks.block_tables(rows)]
+        return [positions, self.blocks.blocks_at(rows, positions), rows, self.blocks.block_tables(rows)]
 
     def decode_layout(
         self,
@@ -129,11 +129,12 @@ class KVCache:
         *,
         tokens_per_sequence: tuple[int, ...] | None = None,
     ) -> DecodeLayout:
-        """Layout of the B tokens of a step that has begun.
+        """Build the layout for a decode step of B tokens, after `begin_step`.
 
-        On the device: positions int64 [B]; blocks int64 [B], in which the tokens are stored; rows int64 [B], of their
-        sequences; tables int32 [B, n], the blocks of their sequences, with garbage behind the token's own.
-        tokens_per_sequence: if sequences have several tokens, how many each has.
+        All arguments are on the device. positions int64 [B]: token positions. blocks int64 [B]: the block that stores
+        each token. rows int64 [B]: the token's sequence. tables int32 [B, n]: the sequence's block table, with garbage
+        beyond the token's block.
+        tokens_per_sequence: number of tokens per sequence, if sequences have several.
         """
         slot_mapping = SlotMapping(self.pool, rows, blocks, positions % self.block_size)
         metadata: PagedMetadata | PortableMetadata
@@ -145,7 +146,7 @@ class KVCache:
 
 
 class PortableMetadataBuilder:
-    """Makes what the portable kernel reads in a decode step. Keeps the indices while the tables stay the same."""
+    """Builds the portable kernel's metadata for a decode step; reuses the indices while the tables stay the same."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype):
         self._windows = set(config.attention_windows.values())
@@ -158,19 +159,19 @@ class PortableMetadataBuilder:
             # The kernel multiplies each block with the queries of at least this many sequences.
             min_users=ceil_div(num_queries, groups),
         )
-        # The tables that the indices were made for, -1 beyond the blocks of tokens.
+        # The tables that the indices were built for, with -1 beyond the blocks of the tokens.
         self._tables = np.zeros((0, 0), np.int32)
         self._indices: dict[int | None, DecodeIndex] = {}
 
     def build(self, block_tables: Tensor, positions: Tensor) -> PortableMetadata:
-        """The index and the mask of each window; see `KVCache.decode_layout` for the arguments."""
+        """Return the index and the mask of each window; see `KVCache.decode_layout` for the arguments."""
         num_blocks = positions.numpy()[:, None] // BLOCK + 1
         column = np.arange(num_blocks.max())
         tables = np.where(column < num_blocks, block_tables.numpy()[:, : len(column)], np.int32(-1))
         if not np.array_equal(tables, self._tables):
             self._tables = tables
             self._indices = {window: self._index(tables, window=window) for window in self._windows}
-        # The same mask for all heads.
+        # All heads share the mask.
         return {
             window: (index, mask_keys(index.keys, positions[:, None], window)[:, None])
             for window, index in self._indices.items()

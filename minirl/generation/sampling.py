@@ -1,11 +1,11 @@
-"""Sample the next token, with its exact logprob. The noise is a function of the request and the position.
+"""Sample the next token with its exact logprob. The random numbers depend only on the request and the position.
 
 A request's key is 64 bits derived from (seed, purpose, prompt ordinal, sample, branch). The uniform number that
-chooses a token is a hash of the key and the token's position, so a request draws the same noise in any batch,
-on any rank, in any order. The token is found by inverting the cumulative distribution in fp64: in fp32,
-rounding of the cumulative sum makes most tokens of a large vocabulary unreachable. Logprobs are natural logs
-at the sampling temperature. Training scores them with the same chunks of the vocabulary and the same
-`log_softmax`, so that both get the same bits.
+selects a token is a hash of the key and the token's position, so a request draws the same numbers in any batch, on
+any rank, in any order. The token is found by inverting the cumulative distribution in fp64: in fp32, rounding of the
+cumulative sum would make most tokens of a large vocabulary unreachable. Logprobs are natural logarithms at the
+sampling temperature. Training scores tokens with the same vocabulary chunks and the same `log_softmax`, so that both
+get the same bits.
 """
 
 from collections.abc import Sequence
@@ -19,29 +19,29 @@ from minirl.model.logprobs import VOCAB_CHUNK, chunk_logits, log_softmax, logit_
 from minirl.rollouts import MAX_TOP_K
 
 PURPOSES = {"train": 1, "eval": 2}
-_MASK = (1 << 64) - 1
+_MASK_64 = (1 << 64) - 1
 # Tokens per block of the two-level search in `inverse_cdf`.
 CDF_BLOCK = 512
 
 Number = TypeVar("Number", int, Tensor)
 
 
-def _signed(x: int) -> int:
-    """The signed number with the same 64 bits."""
+def _to_signed(x: int) -> int:
+    """Return the signed number with the same 64 bits."""
     is_negative = x >> 63
     return x - (1 << 64) if is_negative else x
 
 
 # Constants of splitmix64 (Steele et al., OOPSLA 2014).
-_INCREMENT = _signed(0x9E3779B97F4A7C15)
-_MULTIPLIER_1 = _signed(0xBF58476D1CE4E5B9)
-_MULTIPLIER_2 = _signed(0x94D049BB133111EB)
+_INCREMENT = _to_signed(0x9E3779B97F4A7C15)
+_MULTIPLIER_1 = _to_signed(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = _to_signed(0x94D049BB133111EB)
 
 
 def _splitmix64(x: Number) -> Number:
-    """Hash the lowest 64 bits of x with the splitmix64 finaliser; only these bits of the result are defined.
+    """Hash the lowest 64 bits of x with the splitmix64 finalizer; higher bits of the result are undefined.
 
-    The sums and products of an int64 tensor wrap around at 64 bits, those of a Python number grow longer.
+    Sums and products wrap around at 64 bits in int64 tensors, but grow longer in Python integers.
     """
     x = x + _INCREMENT
     x = x ^ _shift_right(x, 30)
@@ -52,72 +52,72 @@ def _splitmix64(x: Number) -> Number:
 
 
 def _shift_right(x: Number, bits: int) -> Number:
-    """Shift the lowest 64 bits of x as an unsigned number: bits that come in from the left are masked off."""
+    """Shift the lowest 64 bits of x right as an unsigned number, by masking off the bits shifted in from the left."""
     kept_bits = (1 << (64 - bits)) - 1
     return (x >> bits) & kept_bits
 
 
 def request_key(seed: int, *, purpose: str, prompt_ordinal: int, sample: int, branch: int = 0) -> int:
-    """The key of one request, a signed 64-bit number. `prompt_ordinal` counts prompts over the whole run.
+    """Return a request's key, a signed 64-bit number. `prompt_ordinal` counts prompts over the whole run.
 
-    Keys of a rollout's further branches are mixed once more than that of its first.
+    Keys of a rollout's further branches are mixed once more than the key of its first branch.
     """
-    # Each part is mixed into the result of the parts before it. Mixing the parts alone and adding or xoring
-    # the results would let different requests collide.
-    key = _splitmix64(seed) & _MASK
+    # Mix each part into the result of the previous parts. If the parts were mixed alone and then added or xored,
+    # different requests could collide.
+    key = _splitmix64(seed) & _MASK_64
     parts = [PURPOSES[purpose], prompt_ordinal, sample]
     if branch:
         parts.append(branch)
     for part in parts:
-        key = _splitmix64(key ^ part) & _MASK
-    return _signed(key)
+        key = _splitmix64(key ^ part) & _MASK_64
+    return _to_signed(key)
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """fp64 uniforms [B] in [0, 1), from int64 `keys` [B] and token `positions` [B]."""
+    """Return fp64 uniforms [B] in [0, 1) for int64 `keys` [B] and token `positions` [B]."""
     bits = _splitmix64(_splitmix64(keys) + positions)
-    # A double holds 53 bits exactly, so the upper 53 of the 64 become multiples of 2^-53.
+    # A double represents 53 bits exactly, so the upper 53 of the 64 become multiples of 2^-53.
     upper_bits = _shift_right(bits, 11)
     return upper_bits.double() * 2.0**-53
 
 
 def inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
-    """The token [B] at which the cumulative distribution of `logprobs` [B, V] exceeds `uniform` fp64 [B]."""
+    """Return the tokens [B] at which the cumulative distribution of `logprobs` [B, V] exceeds `uniform` fp64 [B]."""
     batch_size, vocab_size = logprobs.shape
     if vocab_size <= CDF_BLOCK:
         cdf = logprobs.double().exp().cumsum(-1)
         target = uniform[:, None] * cdf[:, -1:]
-        return _first_above(cdf, target)[:, 0]
+        return _first_index_above(cdf, target)[:, 0]
 
-    # Two levels: first find the block of CDF_BLOCK tokens in which the target lies, then the token within
-    # that one block. A cumulative sum over the whole vocabulary would be a second fp64 tensor [B, V]. The
-    # uniform is scaled by the sum of all probabilities, which rounding makes differ from 1.
+    # Two levels: first find the block of CDF_BLOCK tokens that contains the target, then the token in that block. A
+    # cumulative sum over the whole vocabulary would need a second fp64 tensor [B, V]. The uniform is scaled by the sum
+    # of all probabilities, which is not exactly 1 because of rounding.
     num_missing = -vocab_size % CDF_BLOCK
     padded = logprobs.new_full((batch_size, vocab_size + num_missing), -torch.inf, dtype=torch.float64)
     padded[:, :vocab_size] = logprobs
     probs = padded.exp_().view(batch_size, -1, CDF_BLOCK)
     block_ends = probs.sum(-1).cumsum(-1)  # the cdf at the end of each block, [B, V / CDF_BLOCK]
     target = uniform[:, None] * block_ends[:, -1:]
-    block = _first_above(block_ends, target)
+    block = _first_index_above(block_ends, target)
     block_starts = F.pad(block_ends, (1, 0))
     target_in_block = target - block_starts.gather(1, block)
-    request = torch.arange(batch_size, device=block.device)
-    cdf = probs[request, block[:, 0]].cumsum(-1)
-    # The two levels round differently, so the target may lie beyond the end of its block. Then take the last
-    # token of the block that has any probability: the first place where the block's cdf reaches its end.
+    row = torch.arange(batch_size, device=block.device)
+    cdf = probs[row, block[:, 0]].cumsum(-1)
+    # The two levels round differently, so the target may lie beyond the end of its block. Then take the block's last
+    # token with non-zero probability, where the block's cdf first reaches its end.
     block_total = cdf[:, -1:].contiguous()
     last_possible = torch.searchsorted(cdf, block_total)
-    first_above = _first_above(cdf, target_in_block)
+    first_above = _first_index_above(cdf, target_in_block)
     index_in_block = torch.minimum(first_above, last_possible)
     token = block * CDF_BLOCK + index_in_block
     return token[:, 0].clamp_(max=vocab_size - 1)
 
 
-def _first_above(cdf: Tensor, target: Tensor) -> Tensor:
-    """The first index [B, 1] at which `cdf` [B, W] exceeds `target` [B, 1], or the last index.
+def _first_index_above(cdf: Tensor, target: Tensor) -> Tensor:
+    """Return the first index [B, 1] at which `cdf` [B, W] exceeds `target` [B, 1], or the last index.
 
-    If the target is a uniform times the cdf's end, some index exceeds it, since a uniform is at most
-    1 - 2^-53. The exception is a cdf of NaN: then the sampled token's logprob is NaN, which shows the error.
+    If the target is a uniform times the end of the cdf, some index exceeds it, since a uniform is at most 1 - 2^-53. A
+    cdf of NaN is the exception: then the sampled token's logprob is NaN, which reveals the error.
     """
     index = torch.searchsorted(cdf, target, right=True)
     return index.clamp_(max=cdf.shape[1] - 1)
@@ -131,14 +131,14 @@ def sample(
     *,
     vocab_chunk: int = VOCAB_CHUNK,
 ) -> Tensor:
-    """Sample tokens from hidden [B, D] and the weight of the head [V, D]; on CUDA it never waits for the device.
+    """Sample tokens from hidden [B, D] and the head's weight [V, D]. On CUDA, never waits for the device.
 
-    Returns int32 [2, B], for one download: the tokens, and the bits of their logprobs in fp32.
+    Returns int32 [2, B], for a single copy to the host: tokens, and the bits of their fp32 logprobs.
 
-    positions int64 [B]: those of the tokens to be sampled; sampling_params, on the device, as `RequestColumns` gives
-    them: keys int64 [B]; temperature fp32 [B]: 0 takes the likeliest token and records its logprob at temperature 1;
-    the fields of `Truncation`, top_k int64 [B] and top_p fp64 [B], or nothing if no request is truncated; vocab_chunk:
-    tokens of the vocabulary per product with the head (on CUDA: all).
+    positions int64 [B]: positions of the sampled tokens. sampling_params, on the device, from `RequestColumns`: keys
+    int64 [B]; temperature fp32 [B], where 0 takes the most likely token, and its logprob at temperature 1; the fields
+    of `Truncation`, top_k int64 [B] and top_p fp64 [B], or nothing if no request is truncated. vocab_chunk: vocabulary
+    tokens per product with the head; on CUDA, a single product covers all tokens.
     """
     keys, temperature, *truncation = sampling_params
     uniform = uniforms(keys, positions)
@@ -150,7 +150,7 @@ def sample(
         logits = chunk_logits(hidden, head, divisor)
     if truncation:
         truncate(logits, temperature, *truncation)
-        # The logits are divided; 0 still takes the likeliest token.
+        # The logits are already divided; 0 still takes the most likely token.
         temperature = (temperature > 0).float()
     chunk_totals = None
     if is_on_cpu and logits.shape[1] > vocab_chunk:
@@ -159,25 +159,25 @@ def sample(
     logprobs = log_softmax(logits, chunk_totals)
     tokens = inverse_cdf(logprobs, uniform)
     is_greedy = temperature == 0
-    if not is_on_cpu or is_greedy.any():  # the host does not wait for a device
-        likeliest = logits.argmax(-1)
-        tokens = torch.where(is_greedy, likeliest, tokens)
+    if not is_on_cpu or is_greedy.any():  # on CUDA, checking would make the host wait
+        most_likely = logits.argmax(-1)
+        tokens = torch.where(is_greedy, most_likely, tokens)
     token_logprobs = logprobs.gather(1, tokens[:, None])[:, 0]
     return torch.stack([tokens.int(), token_logprobs.float().view(torch.int32)])
 
 
 def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> None:
-    """Set the logits fp32 [B, V] of tokens that may not be sampled to -inf, as transformers' processors do.
+    """Set the logits fp32 [B, V] of tokens excluded from sampling to -inf, like transformers' logits processors.
 
-    The logits are divided by the temperature; top_k and top_p [B] are the fields of `Truncation`. A row of top_k 0 or
-    temperature 0 keeps all tokens.
+    The logits are already divided by the temperature. top_k and top_p [B] are the fields of `Truncation`. A row with
+    top_k 0 or temperature 0 keeps all tokens.
     """
     width = min(MAX_TOP_K, logits.shape[1])
     top_logits, ids = logits.topk(width)
     is_kept = torch.arange(width, device=logits.device) < top_k[:, None]
     probs = top_logits.double().masked_fill(~is_kept, -torch.inf).softmax(-1)
     prob_before = probs.cumsum(-1) - probs
-    # With top_p 1 nothing is left out, though the share before the least likely tokens is rounded to 1.
+    # top_p 1 keeps all tokens, even those whose preceding probabilities round to 1.
     is_kept &= (prob_before < top_p[:, None]) | (top_p[:, None] == 1)
     is_removed = torch.ones_like(logits, dtype=torch.bool).scatter_(1, ids, ~is_kept)
     is_removed &= ((top_k > 0) & (temperature > 0))[:, None]

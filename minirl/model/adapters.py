@@ -1,7 +1,7 @@
-"""LoRA adapters (Hu et al. 2021, arXiv 2106.09685) in PEFT's files.
+"""LoRA adapters (Hu et al. 2021, arXiv 2106.09685) in PEFT's format.
 
-A folder with adapters has adapter_config.json, which names the folder or hub id of the base model, and
-adapter_model.safetensors, beside the base's config.json and tokenizer. `weights.load_weights` reads such a folder as
+An adapter folder contains adapter_config.json, which names the base model's folder or hub id, and
+adapter_model.safetensors, next to the base's config.json and tokenizer. `weights.load_weights` loads such a folder as
 the base with the adapters merged.
 """
 
@@ -24,18 +24,18 @@ from minirl.model.folders import ADAPTERS_FILE
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# The decoder's prefix in transformers' classes of vision models, and in those of older versions.
+# Prefixes of the decoder in transformers' vision models; older versions use the second one.
 _VISION_MODEL_PREFIX = r"^(model\.language_model|language_model\.model)\."
-# Names of modules that PEFT takes for experts, which transformers stacks, even if they are shared experts.
+# PEFT treats modules with these names as stacked experts, even in a shared expert.
 _EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-# PEFT's keys that change nothing in a trained adapter, or only which tensors it has.
+# PEFT keys that do not affect a trained adapter, or that only select which tensors it has.
 _HARMLESS_KEYS = frozenset(
     "task_type auto_mapping peft_version base_model_name_or_path inference_mode r lora_alpha lora_dropout "
     "target_modules target_parameters exclude_modules layers_to_transform layers_pattern megatron_core eva_config "
     "runtime_config qalora_group_size ensure_weight_tying".split()
 )
-# Values of other keys, besides those that turn an option off, with which `layers.Linear` computes what PEFT does. PEFT
-# changes the base at the start, except with these `init_lora_weights`.
+# Supported values, besides those that disable an option. With them, `layers.Linear` matches PEFT. With other values of
+# `init_lora_weights`, PEFT changes the base weights at initialization.
 _SUPPORTED_VALUES = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -46,9 +46,9 @@ _SUPPORTED_VALUES = {
 
 
 def initial_values(name: str, shape: torch.Size) -> Tensor:
-    """The first values of a parameter that no file has: 0, so that it adds nothing.
+    """Return initial values for a parameter that no file stores: zeros, so that it has no effect at first.
 
-    An adapter's A is uniform, as in PEFT, and depends on its name.
+    lora_A is uniform, as in PEFT, and seeded by its name.
     """
     values = torch.zeros(shape)
     if name.endswith("lora_A"):
@@ -59,10 +59,10 @@ def initial_values(name: str, shape: torch.Size) -> Tensor:
 
 @dataclass
 class SavedAdapters:
-    """A folder's adapters; without tensors if it has none.
+    """The adapters of one folder, or no tensors if the folder has none.
 
-    tensors: by names such as model.layers.0.mlp.up_proj.lora_A; a module that PEFT saved whole, as a scalar head, has
-        its own name. `merge` takes those of a layer out.
+    tensors: keyed by parameter, such as model.layers.0.mlp.up_proj.lora_A. A module that PEFT saved in full, such as a
+        scalar head, keeps its own name. `merge` removes the tensors of the layer that it merges.
     """
 
     path: Path
@@ -71,9 +71,10 @@ class SavedAdapters:
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def merge(self, layer: str, base: Any, label: str) -> Any:
-        """The stored weight of a layer with its adapter, summed in fp32; `base` if the layer has none.
+        """Return a layer's stored weight with its adapter merged in fp32, or `base` if the layer has no adapter.
 
-        base: a slice; a tensor (stacked experts) gets no adapter. Raises InputError, with `label`, for a wrong shape.
+        base: a slice, or a tensor of stacked experts, which gets no adapter. Raises InputError, starting with `label`,
+        if the shapes do not match.
         """
         if f"{layer}.lora_A" not in self.tensors or isinstance(base, Tensor):
             return base
@@ -82,8 +83,8 @@ class SavedAdapters:
         num_out, num_in = base.get_shape()
         refuse(
             lora_a.shape != (self.rank, num_in) or lora_b.shape != (num_out, self.rank),
-            f"{label} has shape {[num_out, num_in]}, but lora_A {list(lora_a.shape)} and lora_B "
-            f"{list(lora_b.shape)}, with r {self.rank}",
+            f"{label} has shape {[num_out, num_in]}, which does not match lora_A {list(lora_a.shape)} and lora_B "
+            f"{list(lora_b.shape)} with r {self.rank}",
         )
         return base[:].float() + self.alpha / self.rank * (lora_b.float() @ lora_a.float())
 
@@ -91,17 +92,18 @@ class SavedAdapters:
 def read_adapters(folder: Path) -> SavedAdapters:
     """Read a folder's adapters.
 
-    Raises InputError naming file and key for what would be computed in another way.
+    Raises InputError, which names the file and key, for settings that would change the computation.
     """
     path = folder / ADAPTERS_FILE
     if not path.is_file():
         return SavedAdapters(folder / WEIGHTS_FILE)
     config = read_json_object(path)
     for key, value in config.items():
-        is_off = value in (None, False, [], {}) and key != "peft_type"
-        is_supported = is_off or key in _HARMLESS_KEYS or value in _SUPPORTED_VALUES.get(key, ())
+        is_disabled = value in (None, False, [], {}) and key != "peft_type"
+        is_supported = is_disabled or key in _HARMLESS_KEYS or value in _SUPPORTED_VALUES.get(key, ())
         refuse(
-            not is_supported, f"{path}: {key} is {value!r}, which minirl does not compute; merge it by PEFT"
+            not is_supported,
+            f"{path}: {key} is {value!r}, which is not supported; merge the adapter with PEFT first",
         )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1:
@@ -117,18 +119,18 @@ def read_adapters(folder: Path) -> SavedAdapters:
 def peft_config(
     config: ModelConfig, raw: Mapping[str, Any], names: Collection[str], base: str
 ) -> dict[str, Any]:
-    """The adapter_config.json of a model's adapters.
+    """Return the content of adapter_config.json for a model's adapters.
 
-    raw: the content of its config.json. names: those of the trained parameters. base: the folder or hub id of the model
-    under the adapters.
+    raw: the content of the model's config.json. names: names of the trained parameters. base: folder or hub id of the
+    base model.
     """
     assert config.adapters is not None
     targets = dict.fromkeys(name.split(".")[-2] for name in names if is_adapter(name))
-    # PEFT takes some names for experts, which transformers stacks.
+    # PEFT treats some module names as experts, which transformers stacks.
     expert_names = _EXPERT_PROJECTIONS if config.hf_backend is not None and "expert" in str(raw) else ()
     modules = [name for name in targets if name not in expert_names]
-    # The layers of a vision model's other part may have the same names.
-    in_language_model = rf"model\.(language_model\.)?layers\..*\.({'|'.join(modules)})"
+    # Layers of the vision encoder may have the same names.
+    language_model_pattern = rf"model\.(language_model\.)?layers\..*\.({'|'.join(modules)})"
     has_score = "score.weight" in names
     return {
         "peft_type": "LORA",
@@ -138,7 +140,7 @@ def peft_config(
         "lora_alpha": config.adapters.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": in_language_model if config.weight_prefix != "model." else modules,
+        "target_modules": language_model_pattern if config.weight_prefix != "model." else modules,
         "target_parameters": [f"{name}.weight" for name in targets if name in expert_names] or None,
         "modules_to_save": ["score"] if has_score else None,
         "inference_mode": True,
@@ -146,5 +148,5 @@ def peft_config(
 
 
 def peft_name(name: str) -> str:
-    """The name of a trained parameter in PEFT's file."""
+    """Return a trained parameter's name in PEFT's file."""
     return f"{_PREFIX}{name.removesuffix('.weight')}.weight"

@@ -1,15 +1,14 @@
-"""Matrix products in which the result for one row does not depend on how many other rows there are.
+"""Matrix products whose result for a row does not depend on the number of rows.
 
-Sampling and scoring see the same token in batches of different sizes. Their logprobs can only be equal bit
-for bit if every product gives a row the same bits whatever the batch. Matrix libraries choose their kernel by
-shape. So on the CPU a rank computes on one thread (`ranks.process_group.start`), no product has fewer than MIN_COLUMNS
-columns, and bf16 is multiplied in fp32 where the CPU has no bf16 instructions (`matmul_dtype`). The rest is measured
-on the machine, once for each shape and dtype: `matmul_form` says to how many rows a product is padded, or whether it
-is computed in tiles of a fixed number of rows. `is_batch_invariant` says whether that suffices for linear layers and
-the head, `portable_attention.min_queries` for attention. Norms and elementwise functions take any number of rows.
+Sampling and scoring process the same token in batches of different sizes. Their logprobs are bitwise equal only if
+every product gives a row the same bits in any batch. Matrix libraries choose their kernel by shape. So on the CPU
+each rank runs on one thread (`ranks.process_group.start`), every product has at least MIN_COLUMNS columns, and bf16
+is multiplied in fp32 if the CPU has no bf16 instructions (`matmul_dtype`). The rest is measured on the machine, once
+per shape and dtype: `matmul_form` returns the number of rows to which a product is padded, or the size of the tiles in
+which it is computed. `is_batch_invariant` and, for attention, `portable_attention.min_queries` tell whether that
+suffices. Norms and elementwise functions take any number of rows.
 
-On CUDA none of this is done, and the bits may differ. The gap between the logprobs is measured at every step
-instead.
+None of this applies on CUDA, where bits may differ. Instead, every step measures the gap between the logprobs.
 """
 
 import functools
@@ -27,26 +26,26 @@ Result = TypeVar("Result")
 
 
 class MatmulForm(NamedTuple):
-    """How products of one shape are computed: with at least `num_rows` rows, the last ones perhaps padding.
+    """How to compute products of one shape: padded to at least `num_rows` rows.
 
-    is_tiled: `num_rows` rows at a time.
+    is_tiled: whether to compute tiles of `num_rows` rows instead.
     """
 
     num_rows: int
     is_tiled: bool = False
 
 
-# The forms that `matmul_form` tries, the fastest first. With few rows MKL and oneDNN use other kernels: seen at 1 to
-# 15 rows on Intel; on AMD at 1 to 3, and in bf16 products of few terms and columns up to 15.
+# The forms that `matmul_form` tries, fastest first. MKL and oneDNN use different kernels for few rows: seen on Intel at
+# 1 to 15 rows; on AMD at 1 to 3, and at up to 15 in bf16 products with few terms and columns.
 FORMS = (MatmulForm(4), MatmulForm(8), MatmulForm(16), MatmulForm(64, is_tiled=True))
-# The form of products for which nothing is promised.
+# The form of products that are not batch-invariant.
 INEXACT = MatmulForm(1)
-# With fewer columns, kernels of matrix and vector compute a product, or such that give each place its own bits.
+# With fewer columns, libraries use matrix-vector kernels, or kernels whose rounding depends on the column's position.
 MIN_COLUMNS = 64
-# Most elements of a bf16 factor for which, at few rows, MKL's fp32 product is the fastest.
-MAX_PLAIN_BF16 = 1 << 15
-# Numbers of rows that `matmul_form` tries: all up to 64, those around a kernel's blocks, and for small shapes, whose
-# kernels change at a number of multiplications, more. No form has fewer than the first.
+# Largest bf16 operand, in elements, for which MKL's fp32 product is fastest at few rows.
+MAX_UPCAST_OPERAND = 1 << 15
+# Row counts that `matmul_form` tries: all small ones, those around kernel block sizes, and larger ones for small
+# shapes, whose kernels change with the number of multiplications. No form has fewer rows than the first.
 PROBED_ROWS = (
     *range(FORMS[0].num_rows, 66),
     80,
@@ -63,31 +62,31 @@ PROBED_ROWS = (
     2049,
     4097,
 )
-# Most multiplications in a product of `matmul_form` with more than 513 rows, and most elements of its weight.
+# Limits on probing: multiplications in a product of more than 513 rows, and elements of a weight.
 MAX_PROBED_WORK = 1 << 25
 MAX_PROBED_WEIGHT = 1 << 22
-# Different rows of a product of `matmul_form`; no divisor or multiple of a kernel's. In bf16 another order of fewer
-# than 8 terms changes one element in 5,000.
+# Number of distinct rows in a probed product; neither a divisor nor a multiple of a kernel's block size. In bf16,
+# reordering a sum of fewer than 8 terms changes only one element in 5,000, so short sums take more rows.
 PROBE_PERIOD = 11
-PROBE_PERIOD_OF_FEW_TERMS = 523
-# A vectorised function and its scalar tail differ in the last bit. Multiples of this width have no tail.
+PROBE_PERIOD_SHORT_SUMS = 523
+# A vectorized function and its scalar tail differ in the last bit. Widths that are multiples of this have no tail.
 VECTOR_WIDTH = 32
 
 
-# What the functions of `measured` returned, by function, arguments and settings.
+# Results of `measured` functions, keyed by function, arguments and settings.
 _measurements: dict[Any, Any] = {}
 
 
 def measured(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Cache what a function measures of products, by its arguments and by what torch chooses kernels by."""
+    """Cache a function's measurements by its arguments and by the settings that determine torch's kernels."""
 
     @functools.wraps(function)
     def cached(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         settings = torch.get_num_threads(), torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
         key = function, args, tuple(kwargs.items()), settings
         if key not in _measurements:
-            # transformers' modules run under a mode that replaces `F.linear` with `linear`, whose padding would hide a
-            # product's dependence on its rows.
+            # transformers modules run under a mode that replaces `F.linear` with `linear`. Its padding would hide how
+            # a product depends on the number of rows.
             with torch._C.DisableTorchFunction():
                 _measurements[key] = function(*args, **kwargs)
         return _measurements[key]
@@ -97,42 +96,42 @@ def measured(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
 
 @functools.cache
 def has_bf16_instructions() -> bool:
-    """Return whether torch's matrix library multiplies bf16 with instructions of this CPU."""
+    """Return whether torch's matrix library uses native bf16 instructions on this CPU."""
     has_mkldnn = torch.backends.mkldnn.is_available()
     if not has_mkldnn or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
-    # On a CPU that has AVX-512 without them, oneDNN emulates them.
+    # On AVX-512 CPUs without bf16 instructions, oneDNN emulates them.
     return torch.cpu._is_avx512_bf16_supported() or not torch.cpu._is_avx512_supported()
 
 
 def matmul_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the CPU multiplies factors in `dtype`: fp32 for bf16 without bf16 instructions.
+    """Return the dtype in which the CPU multiplies `dtype` operands: fp32 for bf16 without bf16 instructions.
 
-    There a bf16 product takes 2 to 12 times as long as the fp32 product of the same factors, and a row's bits depend on
-    the number of rows. The fp32 product is rounded to bf16.
+    Without them, a bf16 product takes 2 to 12 times as long as the fp32 product of the same operands, and a row's bits
+    depend on the number of rows. The fp32 product is then rounded to bf16.
     """
     return torch.float32 if dtype == torch.bfloat16 and not has_bf16_instructions() else dtype
 
 
 def _is_upcast(x: Tensor) -> bool:
-    """Return whether products of x are computed in fp32 although x is not."""
+    """Return whether products of x are upcast to fp32 on the CPU."""
     return x.device.type == "cpu" and matmul_dtype(x.dtype) != x.dtype
 
 
 def bmm(x: Tensor, y: Tensor) -> Tensor:
-    """`torch.bmm` of x [n, R, i] and y [n, i, j]."""
+    """Multiply x [n, R, i] and y [n, i, j] like `torch.bmm`, upcast to fp32 where the CPU needs it."""
     if not _is_upcast(x):
         return torch.bmm(x, y)
     return torch.bmm(x.float(), y.float()).to(x.dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` of x [T, in]; on the CPU batch-invariant."""
+    """Apply `F.linear` to x [T, in]; batch-invariant on the CPU."""
     if x.device.type != "cpu":
         return F.linear(x, weight, bias)
-    num_columns, num_terms = weight.shape
-    form = matmul_form(num_terms, num_columns, matmul_dtype(x.dtype))
-    if form.is_tiled or num_columns < MIN_COLUMNS or _is_upcast(x):
+    out_features, in_features = weight.shape
+    form = matmul_form(in_features, out_features, matmul_dtype(x.dtype))
+    if form.is_tiled or out_features < MIN_COLUMNS or _is_upcast(x):
         return _Matmul.apply(x, weight, bias, form)
     num_rows = len(x)
     if num_rows < form.num_rows:
@@ -141,24 +140,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class _Matmul(torch.autograd.Function):
-    """`F.linear` by `_matmul_in_form`, in the dtype of `matmul_dtype`.
+    """`F.linear` computed by `_matmul_in_form` in `matmul_dtype`.
 
-    The gradients are neither tiled nor padded: nothing needs to equal them bit for bit.
+    Backward neither tiles nor pads: gradients need not be batch-invariant.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: MatmulForm) -> Tensor:
-        """See the class."""
+        """Return the product [T, out]."""
         ctx.save_for_backward(x, weight)
         upcast_dtype = matmul_dtype(x.dtype)
-        # Added by the product, as in one that is not padded: alone it would be rounded twice.
+        # The product itself adds the bias, as without padding; a separate addition would round twice.
         upcast_bias = None if bias is None else pad_rows(bias.to(upcast_dtype), MIN_COLUMNS)
         product = functools.partial(F.linear, bias=upcast_bias)
         return _matmul_in_form(product, x.to(upcast_dtype), weight.to(upcast_dtype), form).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        """See the class."""
+        """Return the gradients of x, weight and bias."""
         x, weight = ctx.saved_tensors
         upcast_dtype = matmul_dtype(grad.dtype)
         upcast_grad = grad.to(upcast_dtype)
@@ -175,7 +174,7 @@ class _Matmul(torch.autograd.Function):
 def _matmul_in_form(
     product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, form: MatmulForm
 ) -> Tensor:
-    """Return the contiguous product [T, out], computed in this form with MIN_COLUMNS columns or more."""
+    """Return the contiguous product [T, out], computed in this form with at least MIN_COLUMNS columns."""
     num_rows, num_columns = len(x), len(weight)
     weight = pad_rows(weight, MIN_COLUMNS)
     if form.is_tiled:
@@ -187,7 +186,7 @@ def _matmul_in_form(
 
 
 def activate(x: Tensor, function: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
-    """An elementwise function of x [T, width], with every element computed by the vectorised kernel."""
+    """Apply an elementwise function to x [T, width], padded so that the vectorized kernel computes every element."""
     width = x.shape[1]
     missing = -width % VECTOR_WIDTH
     if missing == 0:
@@ -197,30 +196,30 @@ def activate(x: Tensor, function: Callable[[Tensor], Tensor] = F.silu) -> Tensor
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for logits, softmax and reductions of tensors in `dtype`: fp32, or fp64 for fp64."""
+    """Return the dtype for logits, softmax and reductions over `dtype` tensors: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def mm_fp32_out(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply a and b, rounded to `dtype`; sums and result are in fp32 (fp64 for fp64)."""
+    """Multiply a and b, rounded to `dtype`; accumulate and return in fp32 (fp64 for fp64)."""
     upcast_dtype = at_least_fp32(dtype)
     if a.device.type != "cpu" and dtype != upcast_dtype:
         return torch.mm(a.to(dtype), b.to(dtype), out_dtype=upcast_dtype)
-    if matmul_dtype(dtype) != torch.bfloat16 or b.numel() <= MAX_PLAIN_BF16:
+    if matmul_dtype(dtype) != torch.bfloat16 or b.numel() <= MAX_UPCAST_OPERAND:
         return torch.mm(a.to(upcast_dtype), b.to(upcast_dtype))
-    # mm has no out_dtype on the CPU. An fp32 product that may round its factors to bf16 has the same result,
-    # at the speed of bf16.
+    # torch.mm has no out_dtype on the CPU. An fp32 product that may round its operands to bf16 gives the same result
+    # at bf16 speed.
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    precision_before = matmul.fp32_precision
+    saved_precision = matmul.fp32_precision
     matmul.fp32_precision = "bf16"
     try:
         return torch.mm(a.to(upcast_dtype), b.to(upcast_dtype))
     finally:
-        matmul.fp32_precision = precision_before
+        matmul.fp32_precision = saved_precision
 
 
 def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return contiguous logits [T, V] of hidden [T, D] and weight [V, D]; sums and logits are fp32 (fp64 for fp64)."""
+    """Return contiguous logits [T, V] of hidden [T, D] and weight [V, D], accumulated in fp32 (fp64 for fp64)."""
     if hidden.device.type != "cpu":
         return _head_matmul(hidden, weight)
     form = matmul_form(weight.shape[1], len(weight), matmul_dtype(hidden.dtype), is_head=True)
@@ -228,38 +227,39 @@ def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _head_matmul(hidden: Tensor, weight: Tensor) -> Tensor:
-    """The wide product [T, V] of hidden [T, D] and weight [V, D]."""
+    """Return the fp32 product [T, V] (fp64 for fp64) of hidden [T, D] and weight [V, D]."""
     return mm_fp32_out(hidden, weight.t(), hidden.dtype)
 
 
 @measured
 def matmul_form(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool = False) -> MatmulForm:
-    """Return the fastest form in which products x [T, in] @ W [in, out] give each row the same bits at every T.
+    """Return the fastest form in which each row of x [T, in] @ W [in, out] has the same bits at every T.
 
-    INEXACT if there is none, and with several threads, which promise nothing. is_head: of `head_logits`.
+    Return INEXACT if there is none, or if torch uses several threads, which guarantee nothing. is_head: whether to
+    measure `head_logits` instead of `linear`.
     """
     if torch.get_num_threads() > 1:
         return INEXACT
     num_columns = max(MIN_COLUMNS, min(num_out, MAX_PROBED_WEIGHT // num_in))
-    period = PROBE_PERIOD if num_in >= 8 else PROBE_PERIOD_OF_FEW_TERMS
+    period = PROBE_PERIOD if num_in >= 8 else PROBE_PERIOD_SHORT_SUMS
     (x,), (weight,) = cancelling_operands(1, period, num_in, num_columns, dtype)
     product = _head_matmul if is_head else F.linear
-    numbers = [rows for rows in PROBED_ROWS if rows <= 513 or rows * weight.numel() <= MAX_PROBED_WORK]
-    repeats = -(-numbers[-1] // period)
-    rows = x.repeat(repeats, 1)
-    # All different rows for a small number of rows, too.
-    parts = [slice(i, i + n) for n in numbers for i in range(0, max(1, period - n + 1), n)]
+    row_counts = [rows for rows in PROBED_ROWS if rows <= 513 or rows * weight.numel() <= MAX_PROBED_WORK]
+    num_repeats = -(-row_counts[-1] // period)
+    rows = x.repeat(num_repeats, 1)
+    # For small row counts, take several slices, so that every distinct row is tested.
+    slices = [slice(i, i + n) for n in row_counts for i in range(0, max(1, period - n + 1), n)]
     for form in FORMS:
-        expected = _matmul_in_form(product, x, weight, form).repeat(repeats, 1)
+        expected = _matmul_in_form(product, x, weight, form).repeat(num_repeats, 1)
         if all(
-            torch.equal(_matmul_in_form(product, rows[part], weight, form), expected[part]) for part in parts
+            torch.equal(_matmul_in_form(product, rows[part], weight, form), expected[part]) for part in slices
         ):
             return form
     return INEXACT
 
 
 def _column_shards_match(num_in: int, num_out: int, dtype: torch.dtype, num_parts: int) -> bool:
-    """Return whether columns computed in parts, as `shards` does, have the bits of the whole product."""
+    """Return whether columns computed in parts, as in `shards`, match the full product bitwise."""
     num_columns = min(num_out, MAX_PROBED_WEIGHT // num_in)
     (x,), (weight,) = cancelling_operands(1, 128, num_in, num_columns, dtype)
     x, weight = x.to(dtype), weight.to(dtype)
@@ -278,10 +278,10 @@ def is_batch_invariant(
     is_head: bool = False,
     num_shards: int = 1,
 ) -> bool:
-    """Return whether products x [T, in] @ W [in, out] of all these (in, out) give each row the same bits at every T.
+    """Return whether each row of x [T, in] @ W [in, out] has the same bits at every T, for all `shapes` (in, out).
 
-    Measures `linear`, or `head_logits` if `is_head`: by `matmul_form`, and whether columns that are computed in
-    `num_shards` parts, as `shards` does, have the bits of the whole. False on CUDA, without measuring.
+    Measures `linear`, or `head_logits` if `is_head`. With several shards, also measures whether columns computed in
+    `num_shards` parts, as in `shards`, match the full product. Returns False on CUDA, without measuring.
     """
     if device.type != "cpu":
         return False
@@ -299,19 +299,19 @@ def cancelling_operands(
 ) -> tuple[Tensor, Tensor]:
     """Return random x [n, num_rows, num_in] and y [n, num_out, num_in] for which x @ y.T is 0 up to rounding.
 
-    Another order of the sum changes most elements. Arbitrary factors would hide that: of products rounded to bf16 one
-    in 30,000 shows it. The terms differ in size, since few terms of one size have an exact sum in any order. The
-    factors have the dtype in which products in `dtype` are computed.
+    Reordering the sum then changes most elements. Arbitrary operands would hide that: after rounding to bf16, only one
+    element in 30,000 changes. The terms differ in magnitude, since a few terms of equal magnitude have an exact sum
+    in any order. The operands are in `matmul_dtype(dtype)`.
     """
     generator = torch.Generator().manual_seed(0)
     half = num_in // 2
-    order = torch.randperm(half, generator=generator)
-    sizes = torch.exp2(torch.randint(-9, 10, (half,), generator=generator).float())
-    x = torch.randn(n, num_rows, half, generator=generator) * sizes
+    permutation = torch.randperm(half, generator=generator)
+    magnitudes = torch.exp2(torch.randint(-9, 10, (half,), generator=generator).float())
+    x = torch.randn(n, num_rows, half, generator=generator) * magnitudes
     y = torch.randn(n, num_out, half, generator=generator)
-    # An odd term is lost unless it is added last.
+    # If num_in is odd, the extra term is so small that it is lost unless it is added last.
     odd_x = torch.randn(n, num_rows, num_in % 2, generator=generator) / 4096
     odd_y = torch.randn(n, num_out, num_in % 2, generator=generator)
-    x = torch.cat([x, -x[..., order], odd_x], -1)
-    y = torch.cat([y, y[..., order], odd_y], -1)
+    x = torch.cat([x, -x[..., permutation], odd_x], -1)
+    y = torch.cat([y, y[..., permutation], odd_y], -1)
     return x.to(matmul_dtype(dtype)), y.to(matmul_dtype(dtype))

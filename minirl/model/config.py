@@ -1,4 +1,4 @@
-"""The shape and features of a decoder, with the names of config.json."""
+"""A decoder's shape and features; the fields are named as in config.json."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class Rope:
-    """A rotary position embedding: pair i of a head's channels turns by `frequencies[i]` from position to position.
+    """A rotary position embedding: channel pair i rotates by `frequencies[i]` radians per position.
 
-    Channels beyond 2 x len(frequencies) do not turn; without frequencies, no channel does.
-    attention_factor: a factor of the turned channels (YaRN's attention factor).
+    Channels beyond 2 x len(frequencies) are not rotated; without frequencies, none are.
+    attention_factor: multiplier for the rotated channels (YaRN's attention factor).
     """
 
     frequencies: tuple[float, ...]
@@ -17,7 +17,7 @@ class Rope:
 
 
 class LayerNorms(NamedTuple):
-    """The names of a layer's norms, by place; None where the layer has no norm."""
+    """The names of a layer's norms, by position; None where the layer has no norm."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
@@ -30,7 +30,7 @@ PRE_NORMS = LayerNorms()
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """The shape of a gated delta net, and the layers that have it instead of attention."""
+    """The shape of gated delta nets, and the layers that have one instead of attention."""
 
     layers: tuple[int, ...]
     num_key_heads: int
@@ -41,25 +41,25 @@ class DeltaNet:
 
     @property
     def num_channels(self) -> int:
-        """Channels of all queries, keys and values together: those of the convolution."""
-        return 2 * self.num_key_heads * self.key_head_dim + self.num_values
+        """Total number of query, key and value channels, all of which are convolved."""
+        return 2 * self.num_key_heads * self.key_head_dim + self.num_value_channels
 
     @property
-    def num_values(self) -> int:
-        """Channels of all values together."""
+    def num_value_channels(self) -> int:
+        """Total number of value channels."""
         return self.num_value_heads * self.value_head_dim
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA: the linear layers of attention and MLP are frozen, and add alpha / rank (x A^T) B^T to their product."""
+    """LoRA settings: the linear layers of attention and MLP are frozen, and add alpha / rank (x A^T) B^T."""
 
     rank: int
     alpha: float = 16.0
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter of this name belongs to an adapter."""
+    """Return whether a parameter with this name belongs to an adapter."""
     return name.endswith((".lora_A", ".lora_B"))
 
 
@@ -76,42 +76,42 @@ class ModelConfig:
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
-    # Each layer's rope.
+    # The rope of each layer.
     layer_ropes: tuple[Rope, ...]
-    # How many tokens each layer's attention sees, the token itself included. None: all.
+    # Window size of each layer in tokens, including the token itself. None: full attention.
     layer_windows: tuple[int | None, ...]
     tie_word_embeddings: bool
-    # A plain Llama has the values that follow. Qwen2 has biases of queries, keys and values.
+    # The defaults below describe a plain Llama. Qwen2 has q, k and v biases.
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    # Norms of queries and keys (Qwen3, Gemma 3): of each head, or with `qk_norm_over_heads` of all together (OLMo).
+    # Query and key norms (Qwen3, Gemma 3), per head, or over all heads with `qk_norm_over_heads` (OLMo).
     qk_norm: bool = False
     qk_norm_over_heads: bool = False
     norms: LayerNorms = PRE_NORMS
     # Norms multiply by 1 + weight (Gemma 3, Qwen3.5).
     norm_adds_one: bool = False
-    # Attention's output is multiplied by the sigmoid of a gate, which q_proj gives beside the query (Qwen3.5).
+    # q_proj also outputs a gate; its sigmoid multiplies the output of attention (Qwen3.5).
     attention_gate: bool = False
-    # Some layers have it instead of attention (Qwen3.5).
+    # Some layers have a gated delta net instead of attention (Qwen3.5).
     delta_net: DeltaNet | None = None
     activation: str = "silu"
     # Embeddings are multiplied by the square root of the hidden size (Gemma 3).
     scales_embeddings: bool = False
-    query_multiplier: float = 1.0  # beside 1 / sqrt(head_dim) (Gemma 3)
-    # In a folder: the prefix of the decoder's tensors, and, by regular expressions for their names, tensors outside the
-    # model that are saved with it.
+    query_multiplier: float = 1.0  # in addition to 1 / sqrt(head_dim) (Gemma 3)
+    # The name prefix of the decoder's tensors in a folder, and regular expressions for tensors that are not part of the
+    # model but are saved with it.
     weight_prefix: str = "model."
     passthrough_weights: tuple[str, ...] = ()
-    # A value or reward model, with one number for each hidden state instead of logits.
+    # A value or reward model, which outputs one number per hidden state instead of logits.
     scalar_head: bool = False
-    # An `extras.hf_models.types.HFModel`, if its modules are not minirl's.
+    # An `extras.hf_models.types.HFModel` if the model is built from transformers modules.
     hf_backend: Any = None
-    # With them only adapters and a scalar head are trained.
+    # With adapters, only they and a scalar head are trained.
     adapters: Adapters | None = None
 
     @property
     def attention_windows(self) -> dict[int, int | None]:
-        """The windows of the layers that have attention."""
-        deltas = self.delta_net.layers if self.delta_net else ()
-        return {layer: window for layer, window in enumerate(self.layer_windows) if layer not in deltas}
+        """Window size of each attention layer, keyed by layer index."""
+        delta_layers = self.delta_net.layers if self.delta_net else ()
+        return {layer: window for layer, window in enumerate(self.layer_windows) if layer not in delta_layers}

@@ -1,6 +1,6 @@
-"""The folder of a model, and of the base that its adapters are for; its config.json as transformers reads it.
+"""Find a model's folder, and the base model of its adapters; read config.json with transformers.
 
-PEFT leaves config.json, and often the tokenizer, to the base.
+PEFT leaves config.json, and often the tokenizer, in the base folder.
 """
 
 import copy
@@ -20,14 +20,14 @@ _DOWNLOADED_FILES = [
     "merges.txt",
     "vocab.txt",
 ]
-_hub_ids: dict[Path, str] = {}  # by the snapshots that this process has resolved
+_hub_ids: dict[Path, str] = {}  # hub id of each snapshot that this process resolved
 
 
 def resolve_folder(model: str, *, flag: str = "--model", with_weights: bool = True) -> Path:
-    """Return the local folder of a model: `model` itself, or a snapshot of that id from the hub.
+    """Return the local folder of a model: `model` itself, or the snapshot of this hub id.
 
-    Downloads the snapshot if it is not cached, without the weights if they are not asked for. Raises InputError,
-    which names the flag and the model.
+    Downloads the snapshot if it is not cached; `with_weights=False` skips the weights. Raises InputError, which names
+    the flag and the model.
     """
     folder = Path(model)
     if (folder / "config.json").is_file() or has_adapters(folder):
@@ -35,7 +35,7 @@ def resolve_folder(model: str, *, flag: str = "--model", with_weights: bool = Tr
     looks_like_path = model.startswith((".", "/"))
     refuse(
         folder.exists() or looks_like_path,
-        f"{flag} {model}: no config.json there; give a Hugging Face folder or hub id",
+        f"{flag} {model}: contains no config.json; give a Hugging Face folder or hub id",
     )
     from huggingface_hub import snapshot_download
 
@@ -51,17 +51,17 @@ def resolve_folder(model: str, *, flag: str = "--model", with_weights: bool = Tr
 
 
 def hub_id_or_path(folder: Path) -> str:
-    """The hub id from which a folder was resolved, or else its absolute path."""
+    """Return the hub id that a folder was resolved from, or else its absolute path."""
     return _hub_ids.get(folder, str(folder.absolute()))
 
 
 def has_adapters(folder: Path) -> bool:
-    """Return whether a folder holds adapters for a model of another folder."""
+    """Return whether a folder contains adapters for a base model."""
     return (folder / ADAPTERS_FILE).is_file()
 
 
 def base_folder(folder: Path, *, with_weights: bool = True) -> Path:
-    """Return the local folder of the model that a folder's adapters are for. Raises InputError."""
+    """Return the base model's local folder for a folder with adapters. Raises InputError."""
     path = folder / ADAPTERS_FILE
     base = read_json_object(path).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
@@ -72,7 +72,7 @@ def base_folder(folder: Path, *, with_weights: bool = True) -> Path:
 
 
 def model_file(folder: Path, name: str) -> Path:
-    """Return the path of a model's file; if adapters lack it, that of their base. Raises InputError."""
+    """Return the path of a model's file; an adapter folder that lacks it falls back to its base. Raises InputError."""
     path = folder / name
     if path.is_file() or not has_adapters(folder):
         return path
@@ -80,17 +80,17 @@ def model_file(folder: Path, name: str) -> Path:
 
 
 def transformers_config(raw: Mapping[str, Any]) -> Any:
-    """Return the object of transformers' config class, which checks types and fills in missing keys.
+    """Return transformers' config object, which checks types and fills in missing keys.
 
-    Raises InputError with the reason, which names the key.
+    Raises InputError with transformers' reason, which names the key.
     """
     from transformers import CONFIG_MAPPING
 
     try:
         config_class = CONFIG_MAPPING[raw["model_type"]]
-        # transformers writes an infinity as {"__float__": "Infinity"}. A copy, because it fills in the objects within.
+        # transformers writes infinity as {"__float__": "Infinity"}. Copy, because from_dict modifies nested objects.
         return config_class.from_dict(copy.deepcopy(config_class._decode_special_floats(dict(raw))))
-    except Exception as error:  # which one depends on the version of transformers
+    except Exception as error:  # the exception type depends on the transformers version
         reason = " ".join(str(error).split())
         raise InputError(
             f"config.json: transformers cannot read model_type {raw.get('model_type')!r}: {reason}"

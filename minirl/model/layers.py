@@ -20,8 +20,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, computed in fp32 and rounded once.
 
-    Hugging Face also rounds before it multiplies with the weight; in 16 bits the two differ in the last bit.
-    adds_one: multiply by 1 + weight, summed in fp32.
+    Hugging Face also rounds before it multiplies by the weight; in 16 bits, the two differ in the last bit.
+    adds_one: whether to multiply by 1 + weight, summed in fp32.
     """
 
     def __init__(self, size: int, config: ModelConfig):
@@ -39,50 +39,50 @@ class RMSNorm(nn.Module):
 
 
 class GatedActivation(torch.autograd.Function):
-    """activation(gate) * up of two [T, width]. It keeps only these for backward, which computes the activation again.
+    """activation(gate) * up for gate and up [T, width]. It saves only these; backward recomputes the activation.
 
-    So a layer keeps a fifth less, with the bits of autograd.
+    A layer's saved activations shrink by a fifth, and gradients match autograd bitwise.
     """
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
-        """See the class."""
+        """Return activation(gate) * up."""
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
         return activation(gate) * up
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        """See the class."""
+        """Return the gradients of gate and up."""
         gate, up = ctx.saved_tensors
         with torch.enable_grad():
             gate = gate.detach().requires_grad_()
-            active = ctx.activation(gate)
-        (grad_gate,) = torch.autograd.grad(active, gate, grad * up)
-        return grad_gate, grad * active.detach(), None
+            activated = ctx.activation(gate)
+        (grad_gate,) = torch.autograd.grad(activated, gate, grad * up)
+        return grad_gate, grad * activated.detach(), None
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` with products from `batch_invariance`, and perhaps a LoRA adapter: x W^T + scale (x A^T) B^T.
+    """`nn.Linear` with batch-invariant products and an optional LoRA adapter: x W^T + scale (x A^T) B^T.
 
     The adapter is never merged, so decoding, scoring and training compute the same bits.
-    lora_scale: alpha / rank, or 0 for x W^T alone.
+    lora_scale: alpha / rank; 0 leaves out the adapter.
     """
 
     lora_scale = 0.0
 
     def add_adapter(self, adapters: Adapters) -> None:
-        """Make A [rank, in] and B [out, rank]."""
+        """Add A [rank, in] and B [out, rank], both zero."""
         self.lora_A = nn.Parameter(self.weight.new_zeros(adapters.rank, self.in_features))
         self.lora_B = nn.Parameter(self.weight.new_zeros(self.out_features, adapters.rank))
         self.lora_scale = adapters.alpha / adapters.rank
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs [T, out] of x [T, in]."""
+        """Return outputs [T, out] for x [T, in]."""
         product = batch_invariance.linear(x, self.weight, self.bias)
         if not self.lora_scale:
             return product
-        inner = batch_invariance.linear(x, self.lora_A)
-        if x.device.type != "cpu":  # one kernel instead of three, and two large tensors fewer to write
-            return product.addmm_(inner, self.lora_B.t(), alpha=self.lora_scale)
-        return product + self.lora_scale * batch_invariance.linear(inner, self.lora_B)
+        lora_hidden = batch_invariance.linear(x, self.lora_A)
+        if x.device.type != "cpu":  # one kernel instead of three, and two fewer large tensors to write
+            return product.addmm_(lora_hidden, self.lora_B.t(), alpha=self.lora_scale)
+        return product + self.lora_scale * batch_invariance.linear(lora_hidden, self.lora_B)

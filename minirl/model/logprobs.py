@@ -1,4 +1,4 @@
-"""Logits of vocabulary chunks and their log-softmax.
+"""Logits over vocabulary chunks, and their log-softmax.
 
 Sampling and scoring share these functions, so that both get the same bits.
 """
@@ -8,37 +8,36 @@ from torch import Tensor
 
 from minirl.model import batch_invariance
 
-# Tokens of a vocabulary chunk on the CPU, whose logits are one product with the head and fit the caches.
+# Tokens per vocabulary chunk on the CPU. Each chunk is one product with the head, and its logits fit the caches.
 VOCAB_CHUNK = 2048
-# Logits of a vocabulary chunk on CUDA: 128 MiB in fp32. In backward there are up to four tensors of this size.
+# Logits per vocabulary chunk on CUDA: 128 MiB in fp32. Backward holds up to four tensors of this size.
 MAX_LOGITS = 1 << 25
-MIN_WIDTH = 512  # of a chunk on CUDA, even for very many tokens
+MIN_WIDTH = 512  # minimum chunk width on CUDA, however many tokens there are
 
 
 def chunk_width(num_tokens: int, vocab_size: int) -> int:
-    """Return how many tokens a vocabulary chunk has on CUDA, a multiple of MIN_WIDTH unless it is all of them."""
+    """Return the width of a vocabulary chunk on CUDA: a multiple of MIN_WIDTH, or the whole vocabulary."""
     widest = MAX_LOGITS // max(1, num_tokens)
     return min(vocab_size, max(1, widest // MIN_WIDTH) * MIN_WIDTH)
 
 
 def chunk_logits(hidden: Tensor, head: Tensor, divisor: Tensor) -> Tensor:
-    """Return fp32 logits [T, W] of hidden [T, D] and a vocabulary chunk of the head's weight [W, D].
+    """Return fp32 logits [T, W] of hidden [T, D] for a vocabulary chunk of the head's weight [W, D].
 
-    They are divided by `divisor` [T, 1], see `logit_divisor`.
+    The logits are divided by `divisor` [T, 1], see `logit_divisor`.
     """
     return batch_invariance.head_logits(hidden, head).div_(divisor)
 
 
 def logit_divisor(temperature: Tensor) -> Tensor:
-    """Return the divisors [T, 1] of logits at temperatures [T]; 1 where the temperature is 0 (the likeliest token)."""
+    """Return the divisors [T, 1] of logits at temperatures [T]; 1 where the temperature is 0 (greedy)."""
     return torch.where(temperature == 0, 1.0, temperature)[:, None]
 
 
 def log_softmax(logits: Tensor, chunk_totals: Tensor | None) -> Tensor:
-    """Return logprobs [T, W] of logits [T, W].
+    """Return logprobs [T, W] for logits [T, W].
 
-    chunk_totals [T, chunks]: the logsumexp of each vocabulary chunk; None if the W tokens are the whole
-    vocabulary.
+    chunk_totals [T, chunks]: logsumexp of each vocabulary chunk; None if the W tokens are the whole vocabulary.
     """
     if chunk_totals is None:
         return torch.log_softmax(logits, -1)
@@ -46,10 +45,9 @@ def log_softmax(logits: Tensor, chunk_totals: Tensor | None) -> Tensor:
 
 
 def index_in_chunk(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return the index of each target in a vocabulary chunk of `width` tokens, and whether the target is in it.
+    """Return each target's index in a vocabulary chunk of `width` tokens, and whether the target is in the chunk.
 
-    Targets count from the start of the chunk. A target outside of it gets some index inside, so that tensors
-    can be indexed anyway.
+    Targets count from the start of the chunk. Targets outside it are clamped, so that indexing still works.
     """
     index = targets.clamp(0, width - 1)
     is_in_chunk = index == targets

@@ -1,18 +1,18 @@
-"""Sizes with padding, for the three kinds of work that need it.
+"""Padding for the three kinds of work that need it.
 
-These are products of few rows on the CPU, a rank's forward over no tokens (both `pad_rows`), and decode steps that a
-CUDA graph replays (`graph_batch_size`).
+CPU products of few rows and a rank's forward without tokens use `pad_rows`; decode steps replayed as CUDA graphs use
+`graph_batch_size`.
 """
 
 import torch.nn.functional as F
 from torch import Tensor
 
-# Batch sizes of CUDA graphs above this are its multiples.
+# Above this size, batch sizes of CUDA graphs are multiples of it.
 GRAPH_STEP = 64
 
 
 def pad_rows(x: Tensor, num_rows: int) -> Tensor:
-    """Append zero rows to x [T, ...] up to `num_rows`, if it has fewer."""
+    """Append zero rows to x [T, ...] until it has `num_rows`; return a longer x unchanged."""
     num_missing = num_rows - len(x)
     if num_missing <= 0:
         return x
@@ -20,9 +20,10 @@ def pad_rows(x: Tensor, num_rows: int) -> Tensor:
 
 
 def graph_batch_size(num_requests: int, max_requests: int) -> int:
-    """Return the batch size of the CUDA graph for `num_requests`, up to `max_requests`.
+    """Return the batch size of the CUDA graph for `num_requests`, at most `max_requests`.
 
-    A power of two up to GRAPH_STEP, else a multiple of it: with powers of two nearly half of the rows could be padding.
+    It is a power of two up to GRAPH_STEP, then a multiple of it: with powers of two, nearly half of the rows could be
+    padding.
     """
     size = next_power_of_two(num_requests)
     if size > GRAPH_STEP:
@@ -31,5 +32,5 @@ def graph_batch_size(num_requests: int, max_requests: int) -> int:
 
 
 def next_power_of_two(size: int) -> int:
-    """Return the least power of two that is not below `size`; a Triton kernel's ranges have such lengths."""
+    """Return the smallest power of two that is at least `size`; a Triton kernel's ranges need such lengths."""
     return 1 << (size - 1).bit_length()

@@ -8,7 +8,7 @@ from torch import Tensor
 from minirl.model.batch_invariance import at_least_fp32
 from minirl.model.config import Rope
 
-# Of T tokens: cos and signed sin, fp32 [T, 1, R], for the first R channels of a head. The others stay as they are.
+# cos and signed sin for T tokens, fp32 [T, 1, R], for the first R channels of a head; the others stay unchanged.
 Rotation = tuple[Tensor, Tensor]
 
 
@@ -16,8 +16,8 @@ Rotation = tuple[Tensor, Tensor]
 def rope_table(rope: Rope, num_positions: int, device: torch.device) -> Rotation:
     """Return a rope's rotation at each position.
 
-    A table, because the vectorised cosine and its scalar tail differ in the last bit. All models with
-    this rope share it. It is not a buffer of theirs, because it must survive the meta device and never be cast.
+    It is a table because the vectorized cosine and its scalar tail differ in the last bit. All models with this rope
+    share the table. It is not a module buffer, because it must survive the meta device and never be cast.
     """
     position = torch.arange(num_positions, dtype=torch.float32)
     angle = position[:, None] * torch.tensor(rope.frequencies, dtype=torch.float32)
@@ -28,10 +28,10 @@ def rope_table(rope: Rope, num_positions: int, device: torch.device) -> Rotation
 
 
 def rotate(x: Tensor, rotation: Rotation, scale: float = 1.0) -> Tensor:
-    """Rotate x [T, heads, C], multiplied by `scale`, in fp32 (fp64 for fp64); it is rounded once.
+    """Rotate x [T, heads, C], multiplied by `scale`, in fp32 (fp64 for fp64), and round once.
 
-    rotation: of these tokens, see `rope_table`. A pair (a, b) of channels, as in Hugging Face, becomes
-    (a cos - b sin, b cos + a sin). The minus is part of the signed sin.
+    rotation: the rows of `rope_table` for these tokens. A pair (a, b) of channels, paired as in Hugging Face, becomes
+    (a cos - b sin, b cos + a sin). The minus sign is part of the signed sin.
     """
     upcast = x.to(at_least_fp32(x.dtype))
     if scale != 1:

@@ -1,15 +1,15 @@
-"""One decoder for every supported family, on packed streams. Parameters have Hugging Face's names.
+"""One decoder for all supported families, on packed streams. Parameters have Hugging Face names.
 
-`Transformer.forward(tokens, positions, layout)` is the only forward: training, scoring, prefill and decoding
-differ in their layout. It returns hidden states; callers compute logits, a chunk at a time
+`Transformer.forward(tokens, positions, layout)` is the only forward; training, scoring, prefill and decoding
+pass different layouts. It returns hidden states, from which callers compute logits one chunk at a time
 (`training.scoring`, `generation.sampling`).
 
-Read it as a Llama: each layer adds attention of the normed stream, then a gated MLP of it. What other families do
-besides, or otherwise, is behind a field of `config.ModelConfig` (`qk_norm`, `attention_gate`, `norms`, `delta_net`,
-`scales_embeddings`), never behind a family's name; `families` says which fields a family sets. Norm statistics, rope
-tables and rotations are fp32 (fp64 in an fp64 model).
+Read it as a Llama: each layer adds attention of the normed stream, then a gated MLP. Features of other families
+depend on a field of `config.ModelConfig` (`qk_norm`, `attention_gate`, `norms`, `delta_net`, `scales_embeddings`),
+never on a family's name; `families` sets the fields of each family. Norm statistics, rope tables and rotations are
+fp32 (fp64 in an fp64 model).
 
-In shapes: T tokens, D hidden size, C channels of a head.
+Shapes: T tokens, D hidden size, C channels per head.
 """
 
 import functools
@@ -30,7 +30,7 @@ from minirl.model.shards import ShardGroup
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention with rope; optionally biases, q/k norm, a window and an output gate."""
+    """Grouped-query self-attention with rope; optionally with biases, q/k norm, a window and an output gate."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
@@ -57,8 +57,8 @@ class Attention(nn.Module):
             q = per_head[:, :, 0].flatten(1)
             gate = per_head[:, :, 1].flatten(1)
         if self.config.qk_norm:
-            q = self._norm(q, self.q_norm)
-            k = self._norm(k, self.k_norm)
+            q = self._normalize_heads(q, self.q_norm)
+            k = self._normalize_heads(k, self.k_norm)
         q = rotate(self._split_heads(q), rotation, self.config.query_multiplier)
         k = rotate(self._split_heads(k), rotation)
         window = self.config.layer_windows[self.layer]
@@ -67,11 +67,11 @@ class Attention(nn.Module):
             out = out * batch_invariance.activate(gate, torch.sigmoid)
         return self.o_proj(out)
 
-    def _norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """Normalize x [T, heads x C] in parts of the norm's size: each head, or all together."""
+    def _normalize_heads(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """Normalize x [T, heads x C] in groups of the norm's size: per head, or over all heads."""
         size = len(norm.weight)
-        parts = x.unflatten(1, (-1, size))
-        return norm(parts).flatten(1)
+        norm_groups = x.unflatten(1, (-1, size))
+        return norm(norm_groups).flatten(1)
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """View [T, heads x C] as [T, heads, C]."""
@@ -92,7 +92,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
-        # On the CPU the activation, computed again, takes 4 % of the MLP's time or more.
+        # On the CPU, recomputing the activation would take at least 4 % of the MLP's time.
         if x.device.type == "cpu":
             return self.down_proj(self.activate(gate) * up)
         return self.down_proj(GatedActivation.apply(gate, up, self.activate))
@@ -104,8 +104,8 @@ _NO_NORM = nn.Identity()
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
-    `config.norms` may put the norms after attention and MLP, or before and after; some layers have a gated delta net
-    instead of attention. is_recomputed: the model runs the whole layer again in backward.
+    `config.norms` may place norms after attention and MLP, or both before and after. Some layers have a gated delta
+    net instead of attention. is_recomputed: whether backward reruns the whole layer.
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, is_recomputed: bool = False):
@@ -133,7 +133,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Holds the embedding, the layers and the final norm. `Transformer.forward` runs them."""
+    """The embedding, the layers and the final norm, which `Transformer.forward` runs."""
 
     def __init__(self, config: ModelConfig, *, recompute_layers: bool):
         super().__init__()
@@ -146,14 +146,13 @@ class Decoder(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A causal language model with `lm_head`. If `config.scalar_head`, a value or reward model with `score`.
+    """A causal language model with `lm_head`, or with `config.scalar_head` a value or reward model with `score`.
 
-    recompute_layers: run each layer's forward again in backward, instead of keeping its activations.
-    shard_group: the ranks that hold the rows of its linear layers together (`shards.share_layers`). Then each forward
-    is
-        collective, within a pass that `ShardGroup.begin_pass` has begun.
-    min_rows: the layers compute at least this number of rows, the last ones perhaps padding: [0, heads x C] has no
-        unique view as [0, heads, C].
+    recompute_layers: whether backward reruns each layer's forward instead of saving its activations.
+    shard_group: the ranks that share the linear layers (`shards.share_layers`). Each forward is then collective, within
+        a pass that `ShardGroup.begin_pass` began.
+    min_rows: minimum number of rows that the layers compute, including padding: [0, heads x C] has no unique view as
+        [0, heads, C].
     """
 
     shard_group: ShardGroup | None = None
@@ -173,29 +172,29 @@ class Transformer(nn.Module):
             add_adapters(self, self.layers, config.adapters)
 
     def tie_weights(self) -> None:
-        """Tie the head's weight to the embedding's, if the config says so. Call it again after replacing them."""
+        """Tie the head's weight to the embedding's, if the config says so. Call again after replacing either weight."""
         if self.config.tie_word_embeddings and not self.config.scalar_head:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The layers, whose linear layers get adapters and are sharded."""
+        """The decoder layers, whose linear layers get adapters and are sharded."""
         return self.model.layers
 
     @property
     def embed_tokens(self) -> nn.Embedding:
-        """The embedding of tokens."""
+        """The token embedding."""
         return self.model.embed_tokens
 
     @property
     def head(self) -> Tensor:
-        """The weight [V, D] that makes logits of hidden states."""
+        """The weight [V, D] that maps hidden states to logits."""
         return self.lm_head.weight
 
     def forward(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-        """Return the hidden states [T, D] after the final norm, of tokens and positions int64 [T].
+        """Return the hidden states [T, D] after the final norm, for tokens and positions int64 [T].
 
-        Collective among `shard_group`, if there are any.
+        Collective among the ranks of `shard_group`, if it is set.
         """
         positions = padding.pad_rows(positions, self.min_rows)
         rotations = {}
@@ -204,9 +203,9 @@ class Transformer(nn.Module):
             rotations[rope] = (cos[positions], sin[positions])
         x = self.embed_tokens(padding.pad_rows(tokens, self.min_rows))
         if self.config.scales_embeddings:
-            # Rounded to the dtype of the states, as Gemma was trained.
-            factor = math.sqrt(self.config.hidden_size)
-            x = x * torch.tensor(factor, dtype=x.dtype, device="cpu").item()
+            # Round the factor to the dtype of the states, as in Gemma's training.
+            embedding_scale = math.sqrt(self.config.hidden_size)
+            x = x * torch.tensor(embedding_scale, dtype=x.dtype, device="cpu").item()
         for layer, rope in zip(self.layers, self.config.layer_ropes, strict=True):
             if self.recompute_layers and torch.is_grad_enabled():
                 x = checkpoint(layer, x, rotations[rope], layout, use_reentrant=False)
@@ -216,14 +215,14 @@ class Transformer(nn.Module):
 
 
 def add_adapters(model: nn.Module, layers: nn.ModuleList, adapters: Adapters) -> None:
-    """Give the linear layers of a model's layers adapters, and freeze all else but a scalar head.
+    """Add adapters to the linear layers among `layers`, and freeze all other parameters but a scalar head.
 
-    Raises InputError if there are none.
+    Raises InputError if there are no linear layers.
     """
     linear = [module for module in layers.modules() if isinstance(module, Linear)]
     refuse(
         not linear,
-        "--lora-rank: this model's layers have no nn.Linear, which gets adapters; leave it out",
+        "--lora-rank: this model's layers have no nn.Linear to adapt; drop the flag",
     )
     for module in linear:
         module.add_adapter(adapters)
@@ -232,9 +231,9 @@ def add_adapters(model: nn.Module, layers: nn.ModuleList, adapters: Adapters) ->
 
 
 def make_meta_model(config: ModelConfig, *, recompute_layers: bool = False) -> Transformer:
-    """A model whose parameters have no values and take no memory."""
+    """Build a model whose parameters have no values and take no memory."""
     if config.hf_backend is not None:
-        return config.hf_backend.make(config, recompute_layers=recompute_layers)
+        return config.hf_backend.make_model(config, recompute_layers=recompute_layers)
     with torch.device("meta"):
         return Transformer(config, recompute_layers=recompute_layers)
 
@@ -242,9 +241,9 @@ def make_meta_model(config: ModelConfig, *, recompute_layers: bool = False) -> T
 def is_batch_invariant(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, num_shards: int = 1
 ) -> bool:
-    """Return whether a token has the same bits in any batch on this machine, measured on all products of such a model.
+    """Return whether a token has the same bits in any batch on this machine, measured on all products of this model.
 
-    num_shards: the parts in which decoding computes the columns of layers.
+    num_shards: number of parts in which decoding computes the output columns of a layer.
     """
     if config.hf_backend is not None and not config.hf_backend.is_exact:
         return False

@@ -1,7 +1,7 @@
-"""Weights in Hugging Face folders: resolve, load and save.
+"""Load and save the weights of Hugging Face folders.
 
-Parameters have the names of the checkpoint's tensors, so loading and saving map each name to itself. Tensors
-are loaded one at a time, straight into each rank's shard. `families` reads the folder's config.json.
+Parameters have the names of the checkpoint's tensors, so loading and saving map each name to itself. Tensors are loaded
+one at a time, straight into each rank's shard. `families` reads the folder's config.json.
 """
 
 import json
@@ -45,16 +45,16 @@ _DTYPES = ("F32", "BF16", "F16", "F64")
 
 
 def check_weights(config: ModelConfig, folder: Path) -> None:
-    """Raise InputError if the folder's tensors do not fit such a model. Every load begins with it.
+    """Raise InputError if the folder's tensors do not fit this model. Call it before every load.
 
-    The error names the folder without safetensors files, or missing, unexpected or misshapen tensors and unsupported
-    dtypes; or a folder with adapters for a model that gets some. Reads only names, shapes and dtypes, and makes no
+    The error names a folder without safetensors files, missing or unexpected tensors, wrong shapes, unsupported dtypes,
+    or a folder with adapters for a model that adds its own. Reads only names, shapes and dtypes, and allocates no
     weights: a wrong config.json may ask for more memory than the machine has. Collective if there are several nodes,
-    whose weights must be the same.
+    which must have the same weights.
     """
     refuse(
         config.adapters and has_adapters(folder),
-        f"{folder}: has adapters; for further ones merge them first, see docs/adapters.md",
+        f"{folder}: already has adapters; merge them before you add new ones, see docs/adapters.md",
     )
     files = _tensor_files(folder)
     expected = _checkpoint_shapes(replace(config, adapters=None))
@@ -84,9 +84,9 @@ def check_weights(config: ModelConfig, folder: Path) -> None:
 def load_weights(model: Transformer, folder: Path) -> None:
     """Fill the parameters from the folder's safetensors. Not collective.
 
-    In DTensors it fills this rank's shards. A folder with adapters is read as its base with these merged. The model's
-    own adapters, and a scalar head if the folder holds a language model, get their first values. `check_weights` comes
-    first. Raises InputError naming a tensor with values that are not finite, and adapters that do not fit.
+    For DTensors, fills this rank's shard. A folder with adapters is loaded as its base with the adapters merged. The
+    model's own adapters get initial values, and so does a scalar head if the folder has a language model. Call
+    `check_weights` first. Raises InputError, which names a tensor with non-finite values, or adapters that do not fit.
     """
     config = model.config
     files = _tensor_files(folder)
@@ -95,11 +95,11 @@ def load_weights(model: Transformer, folder: Path) -> None:
         _check_tied_head(files, _checkpoint_name("model.embed_tokens.weight", config.weight_prefix))
     for name, param in model.named_parameters():
         layer = name.removesuffix(".weight")
-        parts = list(checkpoint_tensors(config, {name: torch.empty(param.shape, device="meta")}))
-        if parts[0] in files:
-            label = f"{files[parts[0]]}: {parts[0]}"
-            value = adapters.merge(layer, _read_stored(config, files, parts), label)
-        elif layer in adapters.tensors:  # a module that PEFT saved whole
+        stored_names = list(checkpoint_tensors(config, {name: torch.empty(param.shape, device="meta")}))
+        if stored_names[0] in files:
+            label = f"{files[stored_names[0]]}: {stored_names[0]}"
+            value = adapters.merge(layer, _read_stored(config, files, stored_names), label)
+        elif layer in adapters.tensors:  # a module that PEFT saved in full
             label = f"{adapters.path}: {layer}"
             value = adapters.tensors.pop(layer)
             check_shape(value.shape, param, label)
@@ -114,7 +114,7 @@ def load_weights(model: Transformer, folder: Path) -> None:
 
 
 def _check_tied_head(files: Mapping[str, Path], embedding: str) -> None:
-    """Raise InputError if a tied model's folder has a head that differs from the embedding of this name."""
+    """Raise InputError if a tied model's folder stores a head that differs from the embedding with this name."""
     head = "lm_head.weight"
     refuse(
         not torch.equal(read_tensor(files[head], head), read_tensor(files[embedding], embedding)),
@@ -123,39 +123,39 @@ def _check_tied_head(files: Mapping[str, Path], embedding: str) -> None:
     )
 
 
-def _read_stored(config: ModelConfig, files: Mapping[str, Path], parts: Sequence[str]) -> Any:
-    """The value of a parameter that a folder stores in these tensors: a slice of the only one, or all of them joined.
+def _read_stored(config: ModelConfig, files: Mapping[str, Path], stored_names: Sequence[str]) -> Any:
+    """Return a parameter's value from the tensors that store it: a slice of a single one, or all of them joined.
 
-    A slice keeps only its own file open: while a file is open, its pages stay in memory once read.
+    A slice keeps only its own file open: pages that were read stay in memory until their file is closed.
     """
-    if len(parts) == 1:
-        with open_tensors(files[parts[0]]) as file:
-            return file.get_slice(parts[0])
+    if len(stored_names) == 1:
+        with open_tensors(files[stored_names[0]]) as file:
+            return file.get_slice(stored_names[0])
     assert config.hf_backend is not None
-    return config.hf_backend.join_stored({part: read_tensor(files[part], part) for part in parts})
+    return config.hf_backend.join_stored({name: read_tensor(files[name], name) for name in stored_names})
 
 
 def checkpoint_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a folder, by its names, from those of parameters, by the model's."""
+    """Convert parameters, keyed by the model's names, to a folder's tensors, keyed by the folder's names."""
     if config.hf_backend is not None:
         return config.hf_backend.to_checkpoint(tensors)
     return {_checkpoint_name(name, config.weight_prefix): tensor for name, tensor in tensors.items()}
 
 
 def _checkpoint_shapes(config: ModelConfig) -> dict[str, Tensor]:
-    """Return the tensors, on the meta device, that a folder has of such a model."""
+    """Return the tensors that a folder stores for this model, on the meta device."""
     return checkpoint_tensors(config, dict(make_meta_model(config).named_parameters()))
 
 
 def _checkpoint_name(name: str, prefix: str) -> str:
-    """Return a parameter's name in a folder, whose prefix may differ from "model."."""
+    """Replace the prefix "model." of a parameter's name with the folder's prefix."""
     return re.sub(r"^model\.", prefix, name)
 
 
 def passthrough_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
-    """Return the folder's tensors outside of the model that are saved with it (`config.passthrough_weights`).
+    """Return the folder's tensors that are not part of the model but are saved with it (`config.passthrough_weights`).
 
-    A model with a scalar head or adapters saves none.
+    Models with a scalar head or adapters save none.
     """
     if config.scalar_head or config.adapters or not config.passthrough_weights:
         return {}
@@ -164,12 +164,12 @@ def passthrough_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
 
 
 def _is_passthrough(config: ModelConfig, name: str) -> bool:
-    """Return whether a folder's tensor of this name is outside of the model, and saved with it."""
+    """Return whether a folder's tensor of this name is saved with the model but not part of it."""
     return any(re.search(pattern, name) for pattern in config.passthrough_weights)
 
 
 def check_shape(shape: Sequence[int], param: Tensor, label: str) -> None:
-    """Raise InputError, with `label`, if a stored tensor's shape differs from the parameter's."""
+    """Raise InputError, starting with `label`, if a stored tensor's shape differs from the parameter's."""
     refuse(
         tuple(shape) != param.shape,
         f"{label} has shape {list(shape)}, the model's has {list(param.shape)}",
@@ -177,13 +177,13 @@ def check_shape(shape: Sequence[int], param: Tensor, label: str) -> None:
 
 
 def load_replica(folder: Path, *, dtype: torch.dtype, scalar_head: bool | None = False) -> Transformer:
-    """Load a frozen, unsharded model in `dtype` on the host. Not collective, nor is its forward.
+    """Load a frozen, unsharded model in `dtype` on the host. Neither this nor its forward is collective.
 
-    It is a reference model, or with a scalar head a reward model; scalar_head: see `read_config`.
+    It is a reference model, or with a scalar head a reward model. scalar_head: see `read_config`.
     """
     config = read_config(folder, scalar_head=scalar_head)
     check_weights(config, folder)
-    model = make_meta_model(config)  # first values would take more time than loading
+    model = make_meta_model(config)  # initializing the weights would take longer than loading them
     model.to(dtype).to_empty(device="cpu").requires_grad_(False)
     model.tie_weights()
     load_weights(model, folder)
@@ -191,15 +191,15 @@ def load_replica(folder: Path, *, dtype: torch.dtype, scalar_head: bool | None =
 
 
 def truncate_vocabulary(model: Transformer, vocab_size: int) -> None:
-    """Cut a frozen model's embeddings and head to this number of tokens, if they have more."""
+    """Truncate a frozen model's embeddings and head to `vocab_size` tokens, if they have more."""
     for module in (model.embed_tokens, model.lm_head):
         for parameter in module.parameters():
             parameter.data = parameter.data[:vocab_size]
 
 
 def _is_unused(config: ModelConfig, name: str) -> bool:
-    """Return whether a folder may hold a tensor of this name although the model has no such parameter."""
-    # Old checkpoints store the rope frequencies, which are computed.
+    """Return whether a folder may contain a tensor of this name that the model does not use."""
+    # Old checkpoints store the rope frequencies, which minirl computes.
     if name.endswith("rotary_emb.inv_freq") or _is_passthrough(config, name):
         return True
     if config.scalar_head and name in _checkpoint_shapes(replace(config, scalar_head=False)):
@@ -208,9 +208,9 @@ def _is_unused(config: ModelConfig, name: str) -> bool:
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Return the safetensors file of each tensor: the only file, as transformers prefers it, or by the index.
+    """Return the safetensors file of each tensor: model.safetensors if it exists, as in transformers, or by index.
 
-    For a folder with adapters, those of its base.
+    For a folder with adapters, return the files of the base.
     """
     if has_adapters(folder):
         folder = base_folder(folder)
@@ -221,7 +221,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     index = folder / INDEX
     refuse(
         not index.is_file(),
-        f"{folder}: no model.safetensors, and no {INDEX} for shards; fetch it, or convert other formats",
+        f"{folder}: no model.safetensors, and no {INDEX} for shards; fetch them, or convert other formats",
     )
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -231,48 +231,49 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         files[name] = folder / str(file_name)
         refuse(
             not files[name].is_file(),
-            f"{index}: {name} should be in {file_name!r}, which is no file beside it; fetch or save it again",
+            f"{index}: {name} should be in {file_name!r}, which is missing; fetch or save the folder again",
         )
     return files
 
 
 def weights_fingerprint(folder: Path) -> int:
-    """A checksum of 16,384 bytes of each file of the folder's weights, which any training changes. Not collective.
+    """Return a checksum over 16,384 bytes of each weights file; any training changes it. Not collective.
 
-    To read all bytes would take as long as to load them.
+    Reading every byte would take as long as loading the weights.
     """
     checksum = 0
     for path in sorted(set(_tensor_files(folder).values())):
-        step = path.stat().st_size // 2**14 | 1  # odd, so that it meets both bytes of bf16
-        checksum = zlib.crc32(np.memmap(path, mode="r")[::step].tobytes(), checksum)
+        stride = path.stat().st_size // 2**14 | 1  # odd, to sample both bytes of bf16
+        checksum = zlib.crc32(np.memmap(path, mode="r")[::stride].tobytes(), checksum)
     return checksum
 
 
 @torch.no_grad()
 def fill_parameter(param: Tensor, stored: Any, label: str) -> None:
-    """Copy a stored tensor into `param`, or its part into this rank's shard of a DTensor. Not collective.
+    """Copy a stored tensor into `param`, or the matching rows into this rank's shard of a DTensor. Not collective.
 
-    stored: a whole tensor of the parameter's shape, or a slice of `safetensors.safe_open`, of which it reads only the
-    needed part. Raises InputError, with `label`, if a value is not finite.
+    stored: a full tensor of the parameter's shape, or a slice from `safetensors.safe_open`, of which only the needed
+    part is read. Raises InputError, starting with `label`, if a value is non-finite.
     """
-    local = param
-    rows: Any = ...
+    local_shard = param
+    shard_rows: Any = ...
     if hasattr(param, "to_local"):
-        local = param.to_local()
-        # FSDP cuts the rows into chunks of equally many; the last ones may have fewer, or none.
-        first = rank() * math.ceil(len(param) / world_size())
-        rows = slice(first, first + len(local))
-    if local.numel() == 0:
+        local_shard = param.to_local()
+        # FSDP splits the rows into chunks of equal size; the last ones may have fewer rows, or none.
+        first_row = rank() * math.ceil(len(param) / world_size())
+        shard_rows = slice(first_row, first_row + len(local_shard))
+    if local_shard.numel() == 0:
         return
-    local.copy_(stored[rows].to(local.device))  # torch would cast it on the host, and move the larger dtype
+    # Copy to the device first: torch would cast on the host, and then copy the larger dtype.
+    local_shard.copy_(stored[shard_rows].to(local_shard.device))
     refuse(
-        not is_finite(local),
-        f"{label} has values that are not finite; the file is damaged, fetch or save it again",
+        not is_finite(local_shard),
+        f"{label} has non-finite values; the file is corrupt, fetch or save it again",
     )
 
 
 def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """Return the files of a folder's tokenizer and processor, and generation_config.json: contents by path in it."""
+    """Return the files of a folder's tokenizer and processor, and generation_config.json, keyed by relative path."""
     source = model_file(folder, "tokenizer_config.json").parent
     paths = {"generation_config.json": model_file(folder, "generation_config.json")}
     for pattern in _TOKENIZER_FILES:
@@ -286,31 +287,32 @@ def write_folder(
     *,
     config: Mapping[str, Any],
     tokenizer_files: Mapping[str, bytes] = MappingProxyType({}),
-    kept: Mapping[str, Tensor] = MappingProxyType({}),
+    passthrough: Mapping[str, Tensor] = MappingProxyType({}),
     peft_config: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the files of a Hugging Face folder, each through to the disk. Raises OSError naming a file.
+    """Write the files of a Hugging Face folder and sync each to disk. Raises OSError, which names the file.
 
-    Writes the tensors in their dtype, with those of `passthrough_tensors`, `config` with that dtype, and
+    Writes `tensors` in their dtype, the tensors of `passthrough_tensors`, `config` with that dtype, and
     `tokenizer_files`.
-    peft_config: the tensors are those of adapters, which are written in PEFT's form.
+    peft_config: set if `tensors` are adapters, which are then written in PEFT's format.
     """
     contents = dict(tokenizer_files)
     dtype = next(iter(tensors.values())).dtype
     written_config = {**config, "dtype": str(dtype).removeprefix("torch.")}
-    written_config.pop("torch_dtype", None)  # the older name of `dtype`
+    written_config.pop("torch_dtype", None)  # transformers' older name for `dtype`
     contents["config.json"] = (json.dumps(written_config, indent=2) + "\n").encode()
-    shape = config_from_dict(config)
+    model_config = config_from_dict(config)
     if peft_config is None:
         weights_name = "model.safetensors"
-        stored = checkpoint_tensors(shape, tensors)
+        stored = checkpoint_tensors(model_config, tensors)
     else:
         weights_name = WEIGHTS_FILE
-        # transformers opens a vision model as a whole, or its language model alone.
-        is_vision = shape.weight_prefix != "model."
+        # transformers loads a vision model in full, or its language model alone. Clone, because tensors of one file
+        # must not share memory.
+        is_vision = model_config.weight_prefix != "model."
         prefixes = ("model.", "model.language_model.") if is_vision else ("model.",)
         stored = {
-            peft_name(_checkpoint_name(name, prefix)): tensor.clone()  # a file's tensors share no memory
+            peft_name(_checkpoint_name(name, prefix)): tensor.clone()
             for prefix in prefixes
             for name, tensor in tensors.items()
         }
@@ -319,4 +321,4 @@ def write_folder(
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         with durable.new_file(folder / name) as file:
             file.write(content)
-    write_tensors(folder / weights_name, {**kept, **stored})
+    write_tensors(folder / weights_name, {**passthrough, **stored})

@@ -79,7 +79,7 @@ class Checkpoints:
             self._contents[name] = {
                 "config": config,
                 "tokenizer_files": read_tokenizer_files(model.folder),
-                "kept": passthrough_tensors(shape, model.folder),
+                "passthrough": passthrough_tensors(shape, model.folder),
                 "peft_config": peft,
             }
 

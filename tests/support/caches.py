@@ -47,7 +47,7 @@ def poison(cache: KVCache, rows: Iterable[int] = ()) -> None:
     pool, free = cache.pool, cache.blocks.free
     pool.keys[:, free], pool.values[:, free] = torch.nan, torch.nan
     for row in rows:
-        block = cache.blocks.blocks_of(row)[-1]
+        block = cache.blocks.sequence_blocks(row)[-1]
         end = (length_of(cache, row) - 1) % BLOCK + 1
         pool.keys[:, block, :, :, end:] = torch.nan
         pool.values[:, block, :, end:] = torch.nan

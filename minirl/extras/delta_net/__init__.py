@@ -1,1 +1,1 @@
-"""The gated delta net, of Qwen3.5: its rule and its layer."""
+"""Qwen3.5's gated delta net: its recurrence and its layer."""

@@ -1,18 +1,18 @@
-"""The gated delta rule (Yang et al. 2024, arXiv 2412.06464): rows of chunks, which decoding computes bit for bit.
+"""The gated delta rule (Yang et al. 2024, arXiv 2412.06464), computed in chunks of rows; decoding matches it bitwise.
 
-A head's state S [Dk, Dv] maps keys to values. With queries Q, keys K, values V, decays g <= 0 and strengths beta of a
-chunk's rows, and c the running sum of g in it:
+A head's state S [Dk, Dv] maps keys to values. For a chunk's rows, with queries Q, keys K, values V, log decays g <= 0,
+strengths beta, and c the cumulative sum of g within the chunk:
 
     A = beta (K K^T) e^(c_i - c_j), strictly lower    R = beta V - (beta e^c K) S    U = (1 + A)^-1 R
     O = (e^c Q) S + lower((Q K^T) e^(c_i - c_j)) U    S' = e^c_last S + (e^(c_last - c) K)^T U
 
-`run_chunks` computes packed sequences, one chunk of all sequences at a time. `run_row` computes the next row of each
-cached sequence from `DeltaStates`; where a chunk begins, `StateCache` computes S' of the one before it. On the CPU both
-forms have the same bits: a row of U is one product of one row in both. The other products of `run_row` are padded to
-`min_batch_rows`, and have inner lengths that do not depend on the number of rows. Everything is fp32 (fp64 in an fp64
+`run_chunks` computes packed sequences, one chunk of every sequence at a time. `run_row` computes the next row of each
+cached sequence from `DeltaStates`; when a new chunk begins, `StateCache` computes S' of the previous one. On the CPU
+both have the same bits: they compute each row of U as a product of a single row. `run_row` pads its other products to
+`min_batch_rows`, and their inner dimensions do not depend on the number of rows. Everything is fp32 (fp64 in an fp64
 model).
 
-In shapes: T rows, H value heads, N chunks (or sequences), C rows of a chunk.
+Shapes: T rows, H value heads, N chunks (or sequences), C rows per chunk.
 """
 
 import functools
@@ -32,7 +32,7 @@ from minirl.model.config import DeltaNet
 
 
 class DeltaRows(NamedTuple):
-    """T rows of the rule: q, k [T, H, Dk] of length 1 (q / sqrt(Dk)), v [T, H, Dv], decay and beta [T, H]."""
+    """T rows of the rule: unit vectors q, k [T, H, Dk] (q / sqrt(Dk)), v [T, H, Dv], decay and beta [T, H]."""
 
     q: Tensor
     k: Tensor
@@ -42,24 +42,24 @@ class DeltaRows(NamedTuple):
 
 
 class ChunkIndex(NamedTuple):
-    """The N chunks of packed sequences in rounds: the first chunk of each, then the second, and so on.
+    """The N chunks of packed sequences in rounds: the first chunk of each sequence, then the second, and so on.
 
-    Sequences come longest first, so the chunks of a round follow as many first chunks of the round before it.
-    rows int64 [N x DELTA_CHUNK]: the chunks' rows as indices among the T' rows of the model; T' for padding.
-    counts: how many chunks each round has.
-    places int64 [T']: where each row is among `rows`; the first place if it has several.
+    Sequences are sorted longest first, so a round's chunks continue the first chunks of the previous round.
+    rows int64 [N x DELTA_CHUNK]: the chunks' rows, as indices into the model's T' rows; T' for padding.
+    counts: number of chunks per round.
+    output_index int64 [T']: index of each row in `rows`; the first one if the row appears several times.
     """
 
     rows: Tensor
-    counts: tuple[int, ...]
-    places: Tensor
+    round_sizes: tuple[int, ...]
+    output_index: Tensor
 
 
 def index_chunks(layout: PackedLayout) -> ChunkIndex:
-    """Cut packed sequences into chunks.
+    """Split packed sequences into chunks.
 
-    The rows of tokens that several sequences begin with are computed once in each. For example, the first sequence has
-    rows 0 to 69, and the second the first 35 of these and then 70 to 74:
+    Rows that several sequences share are computed in each of them. For example, the first sequence has rows 0 to 69,
+    and the second has the first 35 of these and then 70 to 74:
 
         round 0   chunk 0: 0 to 31                  chunk 1: 0 to 31
         round 1   chunk 2: 32 to 63                 chunk 3: 32 to 34, 70 to 74, padding
@@ -68,38 +68,38 @@ def index_chunks(layout: PackedLayout) -> ChunkIndex:
     num_rows = int(layout.num_computed.sum())
     sequences = [torch.from_numpy(rows) for rows in layout.hidden_rows if len(rows)]
     if not sequences:
-        sequences = [torch.tensor([num_rows])]  # padding, so that every parameter has a gradient
-    chunks = []  # of each sequence, [n, DELTA_CHUNK]
+        sequences = [torch.tensor([num_rows])]  # padding, so that every parameter gets a gradient
+    chunks = []  # [n, DELTA_CHUNK] per sequence
     for rows in sorted(sequences, key=len, reverse=True):
         num_missing = -len(rows) % DELTA_CHUNK
         padded = F.pad(rows, (0, num_missing), value=num_rows)
         chunks.append(padded.view(-1, DELTA_CHUNK))
     rounds = pack_sequence(chunks)
     all_rows = rounds.data.flatten()
-    # The model's rows have the lowest numbers, so the first place of padding is the last one.
-    _, first_places = np.unique(all_rows, return_index=True)
-    places = torch.from_numpy(first_places[:num_rows])
+    # Padding has the highest row number, so it comes last in the sorted order.
+    _, first_index = np.unique(all_rows, return_index=True)
+    output_index = torch.from_numpy(first_index[:num_rows])
     return ChunkIndex(
         rows=upload(all_rows, layout.device),
-        counts=tuple(rounds.batch_sizes.tolist()),
-        places=upload(places, layout.device),
+        round_sizes=tuple(rounds.batch_sizes.tolist()),
+        output_index=upload(output_index, layout.device),
     )
 
 
 def convolve(window: Iterable[Tensor], weight: Tensor) -> Tensor:
-    """A causal convolution of each channel, then silu: [T, channels] in at least fp32.
+    """Apply a causal convolution per channel, then silu: [T, channels] in at least fp32.
 
-    window: inputs [T, channels] before each row, the oldest first, the row's own last. weight [channels, 1, kernel].
+    window: inputs [T, channels] up to each row, oldest first and the row's own last. weight [channels, 1, kernel].
     """
-    wide = at_least_fp32(weight.dtype)
-    taps = weight[:, 0].to(wide).unbind(1)  # [channels] each
-    parts = (x.to(wide) * tap for x, tap in zip(window, taps, strict=True))
-    total = functools.reduce(torch.add, parts)
-    return activate(total, F.silu)
+    upcast_dtype = at_least_fp32(weight.dtype)
+    taps = weight[:, 0].to(upcast_dtype).unbind(1)  # [channels] each
+    parts = (x.to(upcast_dtype) * tap for x, tap in zip(window, taps, strict=True))
+    convolved = functools.reduce(torch.add, parts)
+    return activate(convolved, F.silu)
 
 
-def normalized(x: Tensor) -> Tensor:
-    """Vectors [.., D] of length 1."""
+def normalize(x: Tensor) -> Tensor:
+    """Return vectors [.., D] scaled to unit length."""
     square = (x * x).sum(-1, keepdim=True)
     return x * torch.rsqrt(square + 1e-6)
 
@@ -111,38 +111,38 @@ def run_chunks(
     slots: Tensor | None = None,
     last_rows: Tensor | None = None,
 ) -> Tensor:
-    """The outputs [T', H, Dv] of packed sequences.
+    """Return the outputs [T', H, Dv] of packed sequences.
 
-    Stores the states after their last rows int64 [sequences] in these slots int64 [sequences].
+    With `states`, also store the states after the last rows int64 [sequences] in these slots int64 [sequences].
     """
-    chunks = DeltaRows(*(_in_chunks(x, index.rows) for x in rows))  # [N, H, C, ...] each
-    rounds = zip(*(x.split(index.counts) for x in chunks), strict=True)
+    chunks = DeltaRows(*(_gather_chunks(x, index.rows) for x in rows))  # [N, H, C, ...] each
+    rounds = zip(*(x.split(index.round_sizes) for x in chunks), strict=True)
 
-    # Each round begins with the states that the round before it ended with.
+    # Each round begins with the final states of the previous round.
     num_heads, key_dim = rows.k.shape[1:]
     value_dim = rows.v.shape[-1]
-    end = rows.v.new_zeros(index.counts[0], num_heads, key_dim, value_dim)
+    end_states = rows.v.new_zeros(index.round_sizes[0], num_heads, key_dim, value_dim)
     outputs: list[Tensor] = []
     updates: list[Tensor] = []
-    begins: list[Tensor] = []
-    for count, own in zip(index.counts, rounds, strict=True):
-        begin = end[:count]
-        out, update, end = _run_chunk(DeltaRows(*own), begin)
+    begin_states: list[Tensor] = []
+    for count, chunk_rows in zip(index.round_sizes, rounds, strict=True):
+        begin_state = end_states[:count]
+        out, update, end_states = _run_chunk(DeltaRows(*chunk_rows), begin_state)
         outputs.append(out)
         updates.append(update)
-        begins.append(begin)
+        begin_states.append(begin_state)
 
     if states is not None:
-        last_chunks = index.places[last_rows] // DELTA_CHUNK  # [sequences]
-        kept = (torch.cat(begins), chunks.k.mT, torch.cat(updates), chunks.decay)
-        for pool, values in zip(states[1:], kept, strict=True):
+        last_chunks = index.output_index[last_rows] // DELTA_CHUNK  # [sequences]
+        new_states = (torch.cat(begin_states), chunks.k.mT, torch.cat(updates), chunks.decay)
+        for pool, values in zip(states[1:], new_states, strict=True):
             pool[slots] = values[last_chunks]
-    by_row = torch.cat(outputs).transpose(1, 2).flatten(0, 1)  # [N x C, H, Dv]
-    return by_row[index.places]
+    output_rows = torch.cat(outputs).transpose(1, 2).flatten(0, 1)  # [N x C, H, Dv]
+    return output_rows[index.output_index]
 
 
-def _in_chunks(x: Tensor, rows: Tensor) -> Tensor:
-    """The rows of x [T', H, ...] with these indices [N x C], in chunks [N, H, C, ...]; index T' gives zeros."""
+def _gather_chunks(x: Tensor, rows: Tensor) -> Tensor:
+    """Gather rows of x [T', H, ...] by index [N x C] into chunks [N, H, C, ...]; index T' yields zeros."""
     zeros = x.new_zeros(1, *x.shape[1:])
     padded = torch.cat([x, zeros])
     chunks = padded.index_select(0, rows)  # [N x C, H, ...]
@@ -151,141 +151,142 @@ def _in_chunks(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _run_chunk(rows: DeltaRows, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """O, U and S' of chunks, from their rows [N, H, C, ...] and S [N, H, Dk, Dv]."""
+    """Return O, U and S' of chunks, given their rows [N, H, C, ...] and S [N, H, Dk, Dv]."""
     q, k, v, decay, beta = rows
     keys = k.mT
-    total = decay.cumsum(-1)  # c, [N, H, C]
-    differences = total[..., :, None] - total[..., None, :]  # c_i - c_j
-    pairs = differences.clamp(max=0).exp()
-    grown = total.exp()
+    cum_decay = decay.cumsum(-1)  # c, [N, H, C]
+    decay_differences = cum_decay[..., :, None] - cum_decay[..., None, :]  # c_i - c_j
+    pair_decay = decay_differences.clamp(max=0).exp()
+    exp_decay = cum_decay.exp()
 
-    # A and the weights of U in the outputs, [N, H, C, C].
-    a = (k @ keys * pairs * beta[..., None]).tril(-1)
-    weights = (q @ keys * pairs).tril()
+    # A, and the weights of U in the outputs, [N, H, C, C].
+    a = (k @ keys * pair_decay * beta[..., None]).tril(-1)
+    weights = (q @ keys * pair_decay).tril()
 
-    # The factors of R and of the outputs, [N, H, C, D].
-    k_in = k * (beta * grown)[..., None]
-    q_in = q * grown[..., None]
+    # The operands of R and of the outputs, [N, H, C, D].
+    k_in = k * (beta * exp_decay)[..., None]
+    q_in = q * exp_decay[..., None]
     v_in = v * beta[..., None]
 
     update = _Solve.apply(a, v_in - k_in @ state)
     out = q_in @ state + weights @ update
-    end = next_state(state, keys, update, total)
-    return out, update, end
+    end_state = next_state(state, keys, update, cum_decay)
+    return out, update, end_state
 
 
 def run_row(
     rows: DeltaRows, states: DeltaStates, slots: Tensor, positions: Tensor, *, num_padded: int
 ) -> Tensor:
-    """The outputs [n, H, Dv] of the next row of n cached sequences, which has these positions and slots int64 [n].
+    """Return the outputs [n, H, Dv] of the next row of n cached sequences, at these positions and slots int64 [n].
 
-    The row's key, decay and update are stored in `states`; S stays.
-    num_padded: products have this many rows, see `padded_rows`.
+    Stores the row's key, decay and update in `states`; S stays unchanged.
+    num_padded: number of rows to which products are padded (`padded_rows`).
     """
-    column = positions % DELTA_CHUNK  # of each row in its chunk
+    column = positions % DELTA_CHUNK  # index of each row in its chunk
     states.keys[slots, :, :, column] = rows.k
     states.decays[slots, :, column] = rows.decay
 
-    # Which N states are read, and where each sequence is among these.
-    read: slice | Tensor = slots
+    # The rows of the N states to read, and the index of each sequence among them.
+    state_rows: slice | Tensor = slots
     sequence = torch.arange(len(slots), device=slots.device)
-    place = sequence
+    state_index = sequence
     if slots.device.type == "cpu" and int(slots.max()) < 2 * len(slots):
-        # All up to the highest slot, where they lie: copies would take a step of 64 sequences up to a third longer.
-        read = slice(int(slots.max()) + 1)
-        place = slots
-    state, keys, updates, decays = (pool[read] for pool in states[1:])
+        # Read all states up to the highest slot in place: copying would make a step of 64 sequences up to a third
+        # longer.
+        state_rows = slice(int(slots.max()) + 1)
+        state_index = slots
+    state, keys, updates, decays = (pool[state_rows] for pool in states[1:])
 
-    # The sequence of each state that is read: the first one for idle slots, whose results are dropped.
+    # The sequence of each state; idle slots compute the first sequence, and their results are dropped.
     sequence_at = slots.new_zeros(len(state))
-    sequence_at[place] = sequence
+    sequence_at[state_index] = sequence
     q, k, v, _, beta = (x[sequence_at] for x in rows)  # [N, H, ...]
     own_column = column[sequence_at][:, None, None]
 
-    # Of A a row sees the rows before it, of the weights itself, too.
+    # In A, a row sees only earlier rows; in the weights, it also sees itself.
     columns = torch.arange(DELTA_CHUNK, device=slots.device)
     is_before = columns < own_column
     is_seen = columns <= own_column
-    total = torch.where(is_seen, decays, 0.0).cumsum(-1)  # c, [N, H, C]
-    own_total = total[..., -1:]
-    pairs = (own_total - total).clamp(max=0).exp()
-    grown = activate(own_total[..., 0], torch.exp)  # [N, H]
-    by_keys = _padded(num_padded, k, q) @ keys
-    k_by_keys = by_keys[..., 0, :]  # [N, H, C]
-    q_by_keys = by_keys[..., 1, :]
-    a = torch.where(is_before, k_by_keys * pairs, 0.0)
-    weights = torch.where(is_seen, q_by_keys * pairs, 0.0)
+    cum_decay = torch.where(is_seen, decays, 0.0).cumsum(-1)  # c, [N, H, C]
+    own_cum_decay = cum_decay[..., -1:]
+    pair_decay = (own_cum_decay - cum_decay).clamp(max=0).exp()
+    exp_decay = activate(own_cum_decay[..., 0], torch.exp)  # [N, H]
+    scores = _stack_padded(num_padded, k, q) @ keys
+    k_scores = scores[..., 0, :]  # [N, H, C]
+    q_scores = scores[..., 1, :]
+    a = torch.where(is_before, k_scores * pair_decay, 0.0)
+    weights = torch.where(is_seen, q_scores * pair_decay, 0.0)
 
     # The row of U, [N, H, Dv].
-    k_in = k * (beta * grown)[..., None]
-    q_in = q * grown[..., None]
-    by_state = _padded(num_padded, k_in, q_in) @ state
-    right = v * beta[..., None] - by_state[..., 0, :]
-    update = _solve_row(a * beta[..., None], right, updates)
-    update = update[place]
-    updates[place, :, column] = update  # for the product below, if it is a copy
+    k_in = k * (beta * exp_decay)[..., None]
+    q_in = q * exp_decay[..., None]
+    state_products = _stack_padded(num_padded, k_in, q_in) @ state
+    rhs = v * beta[..., None] - state_products[..., 0, :]
+    update = _solve_row(a * beta[..., None], rhs, updates)
+    update = update[state_index]
+    updates[state_index, :, column] = update  # for the product below, in case `updates` is a copy
     states.updates[slots, :, column] = update
 
-    by_weights = _padded(num_padded, weights) @ updates
-    out = by_state[..., 1, :] + by_weights[..., 0, :]
-    return out[place]
+    weighted_updates = _stack_padded(num_padded, weights) @ updates
+    out = state_products[..., 1, :] + weighted_updates[..., 0, :]
+    return out[state_index]
 
 
-def _padded(num_padded: int, *rows: Tensor) -> Tensor:
-    """Rows [n, H, D] as the first of [n, H, num_padded, D]: fewer would not take the kernel of a chunk."""
+def _stack_padded(num_padded: int, *rows: Tensor) -> Tensor:
+    """Stack rows [n, H, D], and pad to [n, H, num_padded, D]: fewer rows would select another kernel than a chunk."""
     stacked = torch.stack(rows, 2)
     num_missing = num_padded - len(rows)
     return F.pad(stacked, (0, 0, 0, num_missing))
 
 
-def _solve_row(a: Tensor, right: Tensor, solved: Tensor) -> Tensor:
-    """A row [N, H, D] of the solution, from its row a [N, H, C] of A and the solution's earlier rows [N, H, C, D]."""
+def _solve_row(a: Tensor, rhs: Tensor, solved: Tensor) -> Tensor:
+    """Return a row [N, H, D] of the solution, given A's row a [N, H, C] and the earlier rows [N, H, C, D]."""
     row = a[..., None, :].contiguous()  # [N, H, 1, C]
-    known = row @ solved
-    return right - known[..., 0, :]
+    known_terms = row @ solved
+    return rhs - known_terms[..., 0, :]
 
 
 class _Solve(torch.autograd.Function):
-    """U of (1 + A) U = R, for strictly lower A [N, H, C, C] and R [N, H, C, D]."""
+    """Solves (1 + A) U = R for U, with strictly lower A [N, H, C, C] and R [N, H, C, D]."""
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, right: Tensor) -> Tensor:
-        """See the class."""
+    def forward(ctx: Any, a: Tensor, rhs: Tensor) -> Tensor:
+        """Return U."""
         if a.device.type == "cpu":
-            solved = torch.zeros_like(right)
+            solved = torch.zeros_like(rhs)
             for i in range(DELTA_CHUNK):
-                solved[..., i, :] = _solve_row(a[..., i, :], right[..., i, :], solved)
+                solved[..., i, :] = _solve_row(a[..., i, :], rhs[..., i, :], solved)
         else:
-            solved = torch.linalg.solve_triangular(a, right, upper=False, unitriangular=True)
+            solved = torch.linalg.solve_triangular(a, rhs, upper=False, unitriangular=True)
         ctx.save_for_backward(a, solved)
         return solved
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """See the class."""
+        """Return the gradients of A and R."""
         a, solved = ctx.saved_tensors
-        by_right = torch.linalg.solve_triangular(a.mT, grad, upper=True, unitriangular=True)
-        by_a = -(by_right @ solved.mT).tril(-1)
-        return by_a, by_right.contiguous()
+        grad_rhs = torch.linalg.solve_triangular(a.mT, grad, upper=True, unitriangular=True)
+        grad_a = -(grad_rhs @ solved.mT).tril(-1)
+        return grad_a, grad_rhs.contiguous()
 
 
 def padded_rows(shape: DeltaNet, device: torch.device) -> int:
-    """Return how many rows `run_row` pads its products to."""
+    """Return the number of rows to which `run_row` pads its products."""
     return min_batch_rows(shape) or 2 if device.type == "cpu" else 2
 
 
 @measured
 def min_batch_rows(shape: DeltaNet) -> int | None:
-    """Measure to how few rows `run_row` may pad its products and have the bits of `run_chunks` on this CPU.
+    """Measure the smallest number of padded rows at which `run_row` and `run_chunks` have the same bits on this CPU.
 
-    None: it never has them.
+    Return None if they never do.
     """
     length = DELTA_CHUNK + 9
     generator = torch.Generator().manual_seed(0)
     randn = functools.partial(torch.randn, 3 * length, shape.num_value_heads, generator=generator)
     rows = DeltaRows(
-        q=normalized(randn(shape.key_head_dim)),
-        k=normalized(randn(shape.key_head_dim)),
+        q=normalize(randn(shape.key_head_dim)),
+        k=normalize(randn(shape.key_head_dim)),
         v=randn(shape.value_head_dim),
         decay=-randn().abs(),
         beta=randn().sigmoid(),
@@ -293,14 +294,14 @@ def min_batch_rows(shape: DeltaNet) -> int | None:
     layout = PackedLayout((Sequence(length),) * 3, rows.q.device)
     expected = run_chunks(rows, index_chunks(layout))
     for num_padded in (2, 4, 8, 16):
-        decoded = (_decode(rows, shape, length, num_sequences, num_padded) for num_sequences in (1, 3))
+        decoded = (_run_rows(rows, shape, length, num_sequences, num_padded) for num_sequences in (1, 3))
         if all(torch.equal(outputs, expected[: len(outputs)]) for outputs in decoded):
             return num_padded
     return None
 
 
-def _decode(rows: DeltaRows, shape: DeltaNet, length: int, num_sequences: int, num_padded: int) -> Tensor:
-    """The outputs [num_sequences x length, H, Dv] of `run_row` for the first of sequences of `length` rows."""
+def _run_rows(rows: DeltaRows, shape: DeltaNet, length: int, num_sequences: int, num_padded: int) -> Tensor:
+    """Return `run_row`'s outputs [num_sequences x length, H, Dv] for the first sequences, of `length` rows each."""
     slots = torch.arange(num_sequences)
     cache = StateCache(shape, num_sequences, dtype=torch.float32, device=slots.device)
     states = cache.layer(shape.layers[0])

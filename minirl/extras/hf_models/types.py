@@ -29,8 +29,8 @@ class HFModel:
     text: str
     is_exact: bool
 
-    def make(self, config: ModelConfig, *, recompute_layers: bool) -> HFTransformer:
-        """Make the model on the meta device."""
+    def make_model(self, config: ModelConfig, *, recompute_layers: bool) -> HFTransformer:
+        """Build the model on the meta device."""
         hf = _build_hf(self.text)
         with torch.device("meta"):
             return HFTransformer(hf, config, recompute_layers=recompute_layers)

@@ -1,1 +1,1 @@
-"""Kernels for CUDA alone, each with a twin on the CPU. They are imported when a tensor is on a GPU."""
+"""CUDA-only kernels, each with a CPU twin. They are imported only when a tensor is on a GPU."""

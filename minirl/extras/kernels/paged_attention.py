@@ -1,10 +1,9 @@
-"""Decode attention over block tables as a Triton kernel, on CUDA.
+"""Decode attention over block tables as a Triton kernel for CUDA.
 
-It reads the pools in the portable kernel's layout, so one layout serves both: a key block [C, BLOCK] is the
-right factor of its product without a transpose. Scores, softmax and sums are fp32. A program reads the keys
-of one request at one key head, or a part of them if requests are few. Whatever a block holds beyond a
-request's keys has no effect, even NaN, so blocks need no clearing. The launch depends on the shapes of the
-arguments alone, so that a CUDA graph can replay it.
+It reads pools in the portable kernel's layout, so one layout serves both: a key block [C, BLOCK] is the right operand
+of its product without a transpose. Scores, softmax and sums are fp32. Each program reads the keys of one request and
+key head, or a split of them if there are few requests. Data beyond a request's keys has no effect, even NaN, so blocks
+need no clearing. The launch depends only on argument shapes, so that a CUDA graph can replay it.
 """
 
 import torch
@@ -14,25 +13,24 @@ from torch import Tensor
 
 from minirl.model.padding import next_power_of_two
 
-# Most bytes of the keys of one product: of a channel, and of all channels (of values, too). So a program's shared
-# memory fits into the 99 KiB that the smallest devices give it, and no register is spilled
-# (`benchmarks/paged_resources.py`).
+# Maximum bytes of a tile of keys, per channel and in total (also for values). They keep a program's shared memory
+# within the 99 KiB of the smallest devices, and avoid register spills (`benchmarks/paged_resources.py`).
 MAX_CHANNEL_BYTES = 128
 MAX_TILE_BYTES = 32768
-# How the kernel is compiled. Stages: tiles that are on their way from memory at the same time.
+# Triton's compile options. num_stages is the number of tiles loaded from memory at the same time.
 OPTIONS = {"num_warps": 4, "num_stages": 3}
-# Programs that fill the device. With fewer requests x key heads than this, their keys are split.
+# Number of programs that saturates the GPU. With fewer requests x key heads, their keys are split.
 MIN_PROGRAMS = 512
 
 
 def decode(
     q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, lengths: Tensor, *, window: int | None
 ) -> Tensor:
-    """Attention of the newest tokens q [B', H, C] over a pool -> [B', H, C].
+    """Compute attention of the newest tokens q [B', H, C] over a pool -> [B', H, C].
 
     keys [S, K, C, BLOCK] and values [S, K, BLOCK, C]: the pool of S blocks.
     blocks int32 [B, n] and lengths int32 [B] >= 1: as in `attention.PagedMetadata`.
-    Results beyond the first B are arbitrary.
+    Rows after the first B are arbitrary.
     """
     num_padded, num_heads, dim = q.shape
     num_kv_heads = keys.shape[1]
@@ -41,8 +39,8 @@ def decode(
     num_splits = 1
     while num_padded * num_kv_heads * num_splits < MIN_PROGRAMS and num_splits < max_blocks:
         num_splits *= 2
-    # Each split gives the mean of its values and the logarithm of its weight among the splits. With one split
-    # the mean is the result.
+    # Each split returns the mean of its values, and the logarithm of its weight among the splits. A single split's
+    # mean is the result.
     mean_dtype = q.dtype if num_splits == 1 else torch.float32
     means = q.new_empty(num_padded, num_kv_heads, num_splits, groups, dim, dtype=mean_dtype)
     log_weights = q.new_empty(num_padded, num_kv_heads, num_splits, groups, dtype=torch.float32)
@@ -69,7 +67,10 @@ def decode(
 
 
 def constants(num_kv_heads: int, groups: int, dim: int, block: int, dtype: torch.dtype) -> dict[str, int]:
-    """The kernel's compile-time constants by name: key heads, query heads of each, head dimension, a block's tokens."""
+    """Return the kernel's compile-time constants, keyed by name.
+
+    groups: query heads per key head. dim: head dimension. block: tokens per block.
+    """
     padded_dim = _padded_size(dim)
     return {
         "NUM_KV": num_kv_heads,
@@ -83,7 +84,7 @@ def constants(num_kv_heads: int, groups: int, dim: int, block: int, dtype: torch
 
 
 def _padded_size(size: int) -> int:
-    """Return the next power of two, at least 16: the sizes that `tl.dot` takes."""
+    """Return the next power of two, at least 16, which is the minimum size for `tl.dot`."""
     return max(16, next_power_of_two(size))
 
 
@@ -107,7 +108,7 @@ def attend_blocks(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The Triton kernel, made when it is first used; triton is not installed everywhere."""
+    """Compute one split of one request and key head. Triton compiles the kernel at its first use."""
     request = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -115,12 +116,12 @@ def attend_blocks(  # type: ignore[no-untyped-def]
     group = tl.arange(0, PADDED_GROUPS)
     dim = tl.arange(0, PADDED_DIM)
     key = tl.arange(0, TILE)
-    is_dim = dim < DIM
-    is_query = (group < GROUPS)[:, None] & is_dim
+    is_channel = dim < DIM
+    is_query = (group < GROUPS)[:, None] & is_channel
     query_row = (request * NUM_KV + head) * GROUPS + group
     query = tl.load(q + query_row[:, None] * DIM + dim, mask=is_query, other=0.0)
 
-    # The request sees keys begin..end - 1 of its table; each split takes equally many of their tiles.
+    # The request sees keys begin..end - 1 of its table; each split gets the same number of their tiles.
     end = tl.load(lengths + request)
     begin = tl.maximum(end - window, 0) if window > 0 else 0
     first_tile = begin // TILE
@@ -129,43 +130,42 @@ def attend_blocks(  # type: ignore[no-untyped-def]
     split_start = first_tile + split * tiles_per_split
     split_end = tl.minimum(first_tile + (split + 1) * tiles_per_split, end_tile)
 
-    # Online softmax (https://arxiv.org/abs/1805.02867): the greatest score so far, the sum of
-    # exp(score - greatest), and the sum of the values with these weights. When the greatest score rises,
-    # both sums are scaled down.
-    greatest = tl.full([PADDED_GROUPS], -float("inf"), tl.float32)
-    total = tl.zeros([PADDED_GROUPS], tl.float32)
+    # Online softmax (https://arxiv.org/abs/1805.02867): keep the maximum score so far, the sum of exp(score - maximum),
+    # and the sum of the values with these weights. When the maximum rises, rescale both sums.
+    running_max = tl.full([PADDED_GROUPS], -float("inf"), tl.float32)
+    running_sum = tl.zeros([PADDED_GROUPS], tl.float32)
     mean = tl.zeros([PADDED_GROUPS, PADDED_DIM], tl.float32)
     for tile in range(split_start, split_end):
         first_key = tile * TILE
         block = tl.load(blocks + request * max_blocks + first_key // BLOCK).to(tl.int64)
         block_start = (block * NUM_KV + head) * DIM * BLOCK
-        # The hint makes the loads of keys 16 bytes wide. Without it they are compiled to 2 bytes each.
+        # The hint makes key loads 16 bytes wide; without it, they compile to 2 bytes each.
         offset = tl.multiple_of(first_key % BLOCK, TILE) + key
         is_seen = (first_key + key < end) & (first_key + key >= begin)
-        # Keys are not masked by `is_seen`, which would break the wide loads. Their scores are.
+        # Mask the scores instead of the keys: a mask by `is_seen` would break the wide loads.
         k = tl.load(
             keys + block_start + dim[:, None] * BLOCK + offset,
-            mask=is_dim[:, None],
+            mask=is_channel[:, None],
             other=0.0,
         )
         v = tl.load(
             values + block_start + offset[:, None] * DIM + dim,
-            mask=is_seen[:, None] & is_dim,
+            mask=is_seen[:, None] & is_channel,
             other=0.0,
         )
         scores = tl.dot(query, k, input_precision="ieee") * scale
         scores = tl.where(is_seen, scores, -float("inf"))
-        # Finite, because every tile has a key that is seen.
-        new_greatest = tl.maximum(greatest, tl.max(scores, 1))
-        probs = tl.exp(scores - new_greatest[:, None])
-        shrink = tl.exp(greatest - new_greatest)
-        total = total * shrink + tl.sum(probs, 1)
-        mean = mean * shrink[:, None] + tl.dot(probs.to(v.dtype), v, input_precision="ieee")
-        greatest = new_greatest
+        # The maximum is finite, because every tile has a visible key.
+        new_max = tl.maximum(running_max, tl.max(scores, 1))
+        probs = tl.exp(scores - new_max[:, None])
+        rescale = tl.exp(running_max - new_max)
+        running_sum = running_sum * rescale + tl.sum(probs, 1)
+        mean = mean * rescale[:, None] + tl.dot(probs.to(v.dtype), v, input_precision="ieee")
+        running_max = new_max
 
     output_row = ((request * NUM_KV + head) * num_splits + split) * GROUPS + group
-    # A split without keys has total 0, mean 0 and weight exp(-inf).
-    divisor = tl.where(total > 0, total, 1.0)
+    # A split without keys has sum 0, mean 0 and weight exp(-inf).
+    divisor = tl.where(running_sum > 0, running_sum, 1.0)
     mean = mean / divisor[:, None]
     tl.store(means + output_row[:, None] * DIM + dim, mean, mask=is_query)
-    tl.store(log_weights + output_row, greatest + tl.log(divisor), mask=group < GROUPS)
+    tl.store(log_weights + output_row, running_max + tl.log(divisor), mask=group < GROUPS)
