@@ -203,7 +203,7 @@ def test_prompts_in_flight_are_due_and_begin_as_by_hand():
     """The numbers of the docstrings; interrupted ones begin before new ones."""
     prompts = PromptsInFlight(2, 17, 5, {10: 3, 11: 3, 12: 4, 13: 4, 14: 4, 15: 4, 16: 4})
     assert prompts.expiring(4) == {10, 11, 12}
-    with pytest.raises(InputError, match="a step of 2 prompts takes some of those in flight too late"):
+    with pytest.raises(InputError, match="5 prompts expire, and this step takes only 2"):
         prompts.expiring(2)
     assert prompts.num_to_begin(4, num_wanted=4, num_ready=2) == 3
     assert prompts.begin_prompts(3) == [17, 18, 19]

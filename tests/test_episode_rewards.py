@@ -55,7 +55,7 @@ def test_an_episode_that_ends_at_a_limit_has_what_it_gave_and_nothing_can_be_giv
                 await episode.generate(max_tokens=3)
                 episode.reward(1.0, "early")
         finally:
-            with pytest.raises(InputError, match="the episode ended; give rewards before `await"):
+            with pytest.raises(InputError, match="the episode has ended; give rewards before `await"):
                 episode.reward(1.0, "total")
             refused.append(True)
 

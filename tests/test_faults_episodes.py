@@ -12,7 +12,7 @@ from support.collecting import Prompts, make_collector
 
 NO_PROMPT = r"branch\(.*expected (text, or messages with role and content|a message)"
 NO_AFTER = "expected text, a list of token ids, or messages"
-NO_STOP = r"generate\(stop=.*\): expected texts; '' is in every text, U\+FFFD and surrogates in none"
+NO_STOP = r"generate\(stop=.*\): expected non-empty strings without U\+FFFD and surrogates"
 LATE = "took more than 60 s; see --call-timeout"
 # Faulty code that runs first, or after a turn, and the expected message.
 FIRST = {
@@ -29,9 +29,9 @@ LATER = {
     "sys.exit()": r"raised\n(.|\n)*SystemExit",
     "let_time_pass(); await asyncio.sleep(1000)": LATE,
     "let_time_pass(); await asyncio.to_thread(has_failed.wait)": LATE,
-    "await asyncio.wait_for(episode.generate(), 0.0005)": r"generate\(\): was cancelled while its turn was sampled",
+    "await asyncio.wait_for(episode.generate(), 0.0005)": r"generate\(\): cancelled while its turn was being sampled",
     "left = asyncio.create_task(episode.generate()); await asyncio.sleep(0)": "ended while one of its turns was",
-    "await asyncio.gather(episode.generate(), episode.generate())": r"generate\(\): asks for two turns at a time",
+    "await asyncio.gather(episode.generate(), episode.generate())": r"generate\(\): requests a second turn while",
     "await episode.generate(after=5)": rf"generate\(after=5\): {NO_AFTER}",
     "await episode.generate(after=b'abc')": rf"generate\(after=b'abc'\): {NO_AFTER}",
     "await episode.generate(after=[1.5])": r"generate\(after=...\): expected text, token ids or messages",
@@ -41,11 +41,11 @@ LATER = {
     "await episode.generate(stop=None)": NO_STOP,
     "await episode.generate(after=torch.ones(2))": rf"generate\(after=tensor.*\): {NO_AFTER}",
     "await episode.generate(stop=['a', ''])": NO_STOP,
-    "await episode.generate(max_tokens=0)": r"generate\(max_tokens=0\): must be at least 1",
-    "await episode.generate(max_tokens='7')": r"generate\(max_tokens='7'\): must be at least 1",
+    "await episode.generate(max_tokens=0)": r"generate\(max_tokens=0\): must be an integer of at least 1",
+    "await episode.generate(max_tokens='7')": r"generate\(max_tokens='7'\): must be an integer of at least 1",
     "episode.end('won')": r"episode.end\('won'\): expected one of stop, length, .*env_done",
     "episode.end('stop'); await episode.generate()": r"episode.generate\(\) after episode.end\('stop'\)",
-    "return 1.0": r".*gives rewards \('reward'\) that the run does not have: add --reward episode",
+    "return 1.0": r".*gives rewards \('reward'\) that the run does not use: add --reward episode",
     "return {'other': 1.0}": r".*ended without the reward 'total' \(given: 'other'\)",
     "return float('nan')": r"returns nan; a reward is a finite number of at most 1e\+12",
     "return '1.0'": "returns '1.0'; a reward is",

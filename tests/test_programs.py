@@ -59,7 +59,7 @@ def test_a_rejected_request_is_raised_at_its_await_and_the_function_may_go_on():
 
     assert rollouts_of(careful) == rollouts_of(plain)
     assert {re.sub(r".*: ", "", text) for text in caught} == {
-        "the prompt of its first turn leaves no room for it",
+        "the prompt of its first turn leaves no room for a turn",
         "messages before the first turn; see episode.branch, or write them into the row's prompt",
     }
 
@@ -68,7 +68,7 @@ def test_a_rejected_request_is_raised_at_its_await_and_the_function_may_go_on():
             await episode.branch("a" * 200).generate()
 
     with pytest.raises(
-        RolloutError, match=r"ended without a turn; .* was rejected: .* leaves no room for it"
+        RolloutError, match=r"ended without a turn; .* was rejected: .* leaves no room for a turn"
     ):
         rollouts_of(hopeless)
 
@@ -117,7 +117,7 @@ def test_what_a_turn_notes_is_read_as_json_or_refused_when_its_episode_ends():
     assert extra == {"noted": {"a": 0.5, "b": [1], "c": "x", "d": [1.0, 1.0]}}
     noted[(1, 2)] = 3
     with pytest.raises(
-        RolloutError, match=r"row at f:\d+, after turn 1: turn.extra, .* is not JSON: keys must be"
+        RolloutError, match=r"row at f:\d+, after turn 1: turn.extra, .* is not valid JSON: keys must be"
     ):
         make_collector(rollout=noting).collect(1)
 

@@ -1,1 +1,1 @@
-"""An episode: the function that writes a rollout, its requests, and how they run on the engine."""
+"""Episodes: rollout functions, the turns that they request, and the runner that samples these on the engine."""

@@ -1,13 +1,13 @@
-"""The collector, between the engine and the update: prompts in, whole groups of rewarded rollouts out.
+"""The collector connects engine and update: it turns prompts into complete groups of rewarded rollouts.
 
-The groups of a step depend on the prompts, the rollouts' lengths and their rewards, not on the clock: they are the same
-on another number of ranks, or in a second run.
+A step's groups depend on the prompts, the rollout lengths and the rewards, but not on timing. They are the same on any
+number of ranks and in every run.
 
-With `max_staleness` a rollout may go on in a later step, under new weights. All rollouts in flight then decode in
-rounds of a few tokens each, and the step ends with the first round after which enough groups are complete: it takes
-the first of them in order of their prompts. Rollouts that wait for a reply or a reward do not hold up a step, which
-then depends on the clock, too. Unfinished rollouts, and complete ones that no step has taken, are in flight. A
-checkpoint has the ordinals of their prompts, which begin again after a resume.
+With `max_staleness`, a rollout may continue in a later step, under new weights. All in-flight rollouts then decode in
+rounds of a few tokens each. The step ends after the first round that completes enough groups, and takes the first ones
+in prompt order. It does not wait for slow rollout functions or rewards, so its groups may then depend on timing. Both
+unfinished rollouts and complete ones that no step has taken are in flight. A checkpoint stores the ordinals of their
+prompts, which start over after a resume.
 """
 
 import functools
@@ -27,18 +27,18 @@ from minirl.generation.engine import Engine
 from minirl.ranks.process_group import gather_objects
 from minirl.rewards.functions import RewardLike
 
-# The tokens of a rollout in a round: a share of the longest completion, within limits. With fewer, new prompts
-# take the places of finished ones sooner; with more, the ranks exchange less often.
+# A rollout samples at most this fraction of the maximum completion length per round, clamped to the limits. Shorter
+# rounds replace finished prompts sooner; longer rounds synchronize the ranks less often.
 ROUND_FRAC = 1 / 8
 ROUND_LIMITS = (4, 512)
 
 
 class Collector:
-    """Collects the rollouts of one stream of prompts.
+    """Collects rollouts for one prompt stream.
 
-    engine: samples them. in_flight: the prompts that have begun and that no step has taken.
-    temperature: of the sampled rollouts that begin; a script may change it before a step. evaluator: makes a
-    runner for requests of other prompts, with the same engine, rewards and rollout function.
+    engine: samples the rollouts. in_flight: the prompts that have begun and that no step has taken.
+    temperature: sampling temperature of new rollouts, except greedy ones; a script may change it between steps.
+    evaluator: makes a runner for another prompt stream, with the same engine, rewards and rollout function.
     """
 
     def __init__(
@@ -57,15 +57,15 @@ class Collector:
         max_staleness: int = 0,
         call_timeout: float | None = None,
     ):
-        """functions: the K rewards by name. rollout: see `episode`. call_timeout: see `EpisodeRunner`.
+        """functions: the K rewards, keyed by name. rollout: see `episode`. call_timeout: see `EpisodeRunner`.
 
-        max_turns: of each episode; 0: MAX_TURNS.
-        group_size: rollouts of each prompt, besides `num_greedy` greedy ones.
-        reward_weights: fp64 [K]; None: 1 for each function.
-        max_refills: how many times in a step to replace groups of equal first rewards by groups of new prompts; after
-        that such groups fill up the step. None: do not replace them.
-        max_staleness: the most steps from a rollout's first token to the step that trains on it. 0: all rollouts of a
-        step begin and end in it.
+        max_turns: maximum number of turns per episode (0: MAX_TURNS).
+        group_size: sampled rollouts per prompt, in addition to `num_greedy` greedy ones.
+        reward_weights: fp64 [K]; None: 1 for each reward.
+        max_refills: number of times per step to replace groups whose first reward has zero variance with groups of new
+        prompts. After that, such groups fill up the step. None: never replace them.
+        max_staleness: maximum number of steps between a rollout's first token and the step that trains on it. 0: each
+        step trains only on rollouts that it began.
         """
         self.engine = engine
         self.temperature = temperature
@@ -87,18 +87,18 @@ class Collector:
         )
         self._runner = self.evaluator(prompts)
         self._queue = self._runner.queue
-        # This rank's rewarded rollouts that no step has taken. The others in flight are the runner's, or the queue's
-        # until a step asks for their rewards.
+        # This rank's rewarded rollouts that no step has taken. The other in-flight rollouts are still in the runner or
+        # in the queue.
         self._rewarded = self._queue.finish([])
 
     def collect(self, num_groups: int, *, weight_version: int = 0) -> Groups:
-        """The groups of the next step (collective).
+        """Collect the groups of the next step (collective).
 
-        weight_version: the version of the present weights. Raises RewardError or RolloutError naming function and row.
+        weight_version: version of the current weights. Raises RewardError or RolloutError naming function and row.
         """
         num_wanted = num_groups
         with self._runner.in_step():
-            # Zero-variance groups are resampled from other prompts, `max_refills` times; after that they are kept.
+            # Zero-variance groups are replaced with groups of new prompts, up to `max_refills` times; then they stay.
             for num_refills in itertools.count():
                 if self.in_flight.max_staleness:
                     ready = self._run_rounds(num_groups, num_wanted, weight_version)
@@ -122,28 +122,28 @@ class Collector:
         self.in_flight.end_step(selection.ended_prompts)
         return selection.groups
 
-    def take_count(self, counted: str) -> int:
-        """Return this rank's count since the last call, including rollouts that no step takes.
+    def take_count(self, name: str) -> int:
+        """Return one of this rank's counters and reset it. Rollouts that no step takes count, too.
 
-        counted: "sampled_tokens", of all episodes; "tool_results", that were appended; "tool_errors", how many of these
-        are errors.
+        name: "sampled_tokens"; "tool_results", the number of appended tool results; "tool_errors", the number of errors
+        among them.
         """
-        return self._runner.counts.pop(counted, 0)
+        return self._runner.counts.pop(name, 0)
 
     def close(self) -> None:
-        """End the rollouts in flight, and let their functions clean up. Not collective."""
+        """Cancel the in-flight rollouts, and let their functions clean up. Not collective."""
         self._runner.close()
 
     @functools.cached_property
     def _round_tokens(self) -> int:
-        """The most tokens that a rollout samples in a round."""
-        least, most = ROUND_LIMITS
-        return min(max(least, round(ROUND_FRAC * self._prompts.max_new_tokens)), most)
+        """Maximum number of tokens that a rollout samples per round."""
+        min_tokens, max_tokens = ROUND_LIMITS
+        return min(max(min_tokens, round(ROUND_FRAC * self._prompts.max_new_tokens)), max_tokens)
 
     def _run_rounds(self, num_groups: int, num_wanted: int, weight_version: int) -> set[int]:
-        """Run rounds until `num_wanted` groups, and those of the prompts that are due, are ready.
+        """Run rounds until `num_wanted` groups are ready, including those of all expiring prompts (collective).
 
-        Returns the prompts of this rank's ready groups that are in the queue (collective).
+        Return the prompts of this rank's ready groups that are still in the queue.
         """
         expiring = self.in_flight.expiring(num_groups)
         while len(ready := self._ready_prompts()) < num_wanted or not expiring <= ready:
@@ -154,8 +154,8 @@ class Collector:
         return self._queue.groups.keys() & ready
 
     def _ready_prompts(self) -> set[int]:
-        """The prompts in flight whose groups can be selected (collective)."""
-        # The rewards of groups that have just ended may take no longer than a reply.
+        """Return the in-flight prompts whose groups are complete and rewarded, on all ranks (collective)."""
+        # Groups that have just finished get the same grace period for rewards as functions get for replies.
         deadline = time.monotonic() + self._runner.reply_wait_s
         while self._queue.is_busy and (left_s := deadline - time.monotonic()) > 0:
             self._queue.poll(left_s)
@@ -163,7 +163,7 @@ class Collector:
         return set().union(*gather_objects(own | self._queue.ready_prompts()))
 
     def _begin_prompts(self, num_prompts: int) -> None:
-        """Begin this rank's share of this number of prompts."""
+        """Begin this number of prompts; this rank runs its shard of their rollouts."""
         requests = self._prompts.requests(
             self.in_flight.begin_prompts(num_prompts),
             group_size=self._group_size,

@@ -1,4 +1,4 @@
-"""The function that writes a rollout, and the driver that runs it for one episode."""
+"""The driver runs the rollout function of one episode, and turns its requests into the engine's."""
 
 import asyncio
 import functools
@@ -38,15 +38,15 @@ from minirl.rollouts import (
 
 NO_BUDGET = sys.maxsize
 
-# A function asks for a turn, failed, or (None) returned.
+# A rollout function replies with a turn request, an error that it raised, or None when it returns.
 Reply = TurnRequest | InputError | None
 
 
 @dataclass(frozen=True)
 class UserRollout:
-    """The function that --rollout, --tools or --environment names or makes.
+    """The rollout function of --rollout, --tools or --environment.
 
-    tools: JSON schemas of the tools that it calls. gives_reward: whether an environment has `get_reward`.
+    tools: JSON schemas of the tools that it calls. gives_reward: whether the environment has `get_reward`.
     """
 
     function: RolloutFunction
@@ -55,7 +55,7 @@ class UserRollout:
 
 
 def check_rollout_function(function: Callable[..., Any], what: str) -> None:
-    """Raise InputError, beginning with `what`, unless the function is an `async def` that yields nothing."""
+    """Raise InputError, prefixed with `what`, unless the function is an `async def` without `yield`."""
     refuse(
         not inspect.iscoroutinefunction(function),
         f"{what}: expected `async def {function_name(function)}(episode)` with `turn = await episode.generate()`, and "
@@ -64,20 +64,20 @@ def check_rollout_function(function: Callable[..., Any], what: str) -> None:
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """Return the name of a function in messages."""
+    """Return the function's name for messages."""
     return getattr(function, "__name__", "rollout")
 
 
 class Driver:
-    """Runs the function of one episode, as a task of the event loop, until its `finally` has run.
+    """Runs the rollout function of one episode as a task on the event loop, including its cleanup.
 
-    The function replies when it asks for a turn, and once more when it ends. `begin_turn` makes the turn,
-    `next_engine_request` the engine's request for it, and `receive_tokens` gives it to the function, or `fail` the
-    error of a rejected request.
+    The function replies each time it requests a turn, and once more when it ends. `begin_turn` makes the turn, and
+    `next_engine_request` the engine request for it. `receive_tokens` hands the finished turn to the function; `fail`
+    raises the error of a rejected request there.
 
-    budget: how many tokens the episode may still sample in this round. branch: the last that was asked for a turn.
-    turn: the last that began; `has_begun` says whether one did. tokens: all after the prompt of the turn's branch, with
-    those appended before the turn. last_rejection: why its last request was rejected, if one was.
+    budget: tokens that the episode may still sample in this round. branch: the branch of the last turn request. turn:
+    the last turn that began. has_begun: whether any turn has begun. tokens: all tokens of the turn's branch after its
+    prompt, including the ones that the turn appends. last_rejection: the error of the last rejected request, if any.
     """
 
     budget: int
@@ -94,7 +94,7 @@ class Driver:
         function: RolloutFunction,
         replies: "list[tuple[Driver, Reply]]",
     ):
-        """replies: gets those of the function; other drivers share it."""
+        """replies: list to which all drivers of a runner append their functions' replies."""
         row = prompts.row(request.rollout_id.prompt_ordinal)
         tokenizer = prompts.tokenizer.with_tools(row.tools)
         self.episode = Episode(row, request, tokenizer.tools, is_chat=tokenizer.is_chat(row.prompt))
@@ -110,13 +110,13 @@ class Driver:
 
     @property
     def origin(self) -> str:
-        """How messages name it."""
+        """Function and row, for error messages."""
         return f"{function_name(self._function)}(episode), for the row at {self.episode.row.origin}"
 
     def begin_turn(self, turn_request: TurnRequest) -> bool:
-        """Begin the turn that the function asks for; return False if there is no room for it.
+        """Begin the turn that the function requests; return False if there is no room for it.
 
-        Raises InputError naming function and row for a request that is rejected.
+        Raises InputError naming function and row for an invalid request.
         """
         episode = self.episode
         refuse(
@@ -157,12 +157,12 @@ class Driver:
         return True
 
     def next_engine_request(self) -> Request:
-        """Return the request for the part of the present turn that this round's budget allows."""
+        """Return the engine request that continues the current turn within this round's budget."""
         limit = min(self._request.max_new_tokens, len(self.tokens) + self.budget)
         return replace(self._request, sampled=self.tokens, max_new_tokens=limit)
 
     def receive_tokens(self, sequence: SampledSequence) -> bool:
-        """Take the tokens of a part from the engine. If the turn has ended, the function gets it; else return False."""
+        """Store sampled tokens. Return whether they finish the turn, which the function then gets."""
         num_tokens = len(sequence.after_prompt)
         self.budget -= num_tokens - len(self.tokens)
         self.tokens = sequence.after_prompt
@@ -172,30 +172,30 @@ class Driver:
         turn.num_tokens, turn.finish_reason = num_tokens - turn.start, sequence.finish_reason
         self.episode.add_turn(turn)
         turn.tokens.sequence = replace(sequence, finish_reason=self.branch.finish_reason)
-        if not self._awaited.done():  # otherwise its task was cancelled, and a failure follows
+        if not self._awaited.done():  # if it is, the task was cancelled and its error follows
             self._awaited.set_result(turn)
         return True
 
     def fail(self, error: InputError) -> None:
-        """Raise the error in the function, where it asked for a turn."""
+        """Raise the error in the function, at the `await` of its turn request."""
         self.last_rejection = error
         if not self._awaited.done():
             self._awaited.set_exception(error)
 
     def cancel(self) -> None:
-        """End the function where it waits, unless it cleans up already: its `finally` runs in the next slice.
+        """Cancel the function at its `await`, unless it is already cleaning up.
 
-        It does not reply.
+        Its `finally` runs in the next slice of the event loop, and it sends no further reply.
         """
         if not self.episode.is_closed:
             self.episode.is_closed = True
             self.task.cancel()
 
     def rollout(self, finish_reason: str | None, rewards: Mapping[str, float | None]) -> Rollout:
-        """Return the rollout up to the end of the last turn. Raises InputError if it has none.
+        """Return the rollout up to the end of the last turn. Raises InputError for an episode without turns.
 
-        finish_reason: None for that of the last turn. It is also that of the branch which asked last; the others end
-        like their own last turns. rewards: all rewards by name.
+        finish_reason: finish reason of the rollout and of the branch that requested a turn last; None: the last turn's.
+        All other branches keep the finish reason of their own last turn. rewards: all rewards, keyed by name.
         """
         episode = self.episode
         branches = [branch for branch in episode.branches if branch.turns]
@@ -204,7 +204,7 @@ class Driver:
             rejection = (
                 f"; its last request was rejected: {self.last_rejection}" if self.last_rejection else ""
             )
-            raise InputError(f"ended without a turn; it must await one{rejection}")
+            raise InputError(f"ended without a turn; it must await at least one{rejection}")
         if finish_reason is None:
             last_turn = max(turns, key=lambda turn: turn.number)
             finish_reason = episode.branches[last_turn.branch].finish_reason
@@ -212,7 +212,7 @@ class Driver:
             tokens = self.branch.engine_tokens
             tokens.sequence = replace(tokens.sequence, finish_reason=finish_reason)
         last = branches[-1]
-        # A fresh copy of the data's row: the function may have changed the episode's copy.
+        # The record gets a fresh copy of the row, because the function may have changed the episode's copy.
         row = self._prompts.row(self.rollout_id.prompt_ordinal)
         record = EpisodeRecord(
             list(map(turn_record, turns)), rewards, episode.environment, last.prompt, last.tools, row
@@ -223,7 +223,9 @@ class Driver:
         reply: Reply = None
         try:
             returned = await self._function(self.episode)
-            refuse(not self._awaited.done(), "ended while one of its turns was sampled; await all")
+            refuse(
+                not self._awaited.done(), "ended while one of its turns was being sampled; await every turn"
+            )
             if returned is not None:
                 add_returned_rewards(self.episode.given_rewards, returned)
         except InputError as error:
@@ -232,14 +234,15 @@ class Driver:
             reply = InputError(f"raised\n{users_traceback(error)}")
         self._reply(reply)
         for branch in self.episode.branches:
-            # Only a garbage collection would free an episode that leads to itself.
+            # Break the reference cycle; otherwise only the garbage collector would free the episode.
             branch.request_turn = _request_turn_too_late
 
     async def _request_turn(self, turn_request: TurnRequest) -> Turn:
-        """Return the turn that the function asks for."""
-        refuse(self.episode.is_closed, "generate(): the episode ended")
+        """Return the turn that the function requests, once it is finished."""
+        refuse(self.episode.is_closed, "generate(): the episode has ended")
         refuse(
-            not self._awaited.done(), "generate(): asks for two turns at a time; await one after the other"
+            not self._awaited.done(),
+            "generate(): requests a second turn while the first is being sampled; await one after the other",
         )
         self._awaited = event_loop().create_future()
         self._reply(turn_request)
@@ -247,7 +250,7 @@ class Driver:
             return await self._awaited
         except asyncio.CancelledError:
             self._reply(
-                InputError("generate(): was cancelled while its turn was sampled, which cannot be undone")
+                InputError("generate(): cancelled while its turn was being sampled, which cannot be undone")
             )
             raise
 
@@ -258,19 +261,19 @@ class Driver:
             event_loop().stop()
 
     def _tokenize_prompt(self, branch: Branch) -> bool:
-        """Make the request of a branch that the function began; return False if its prompt leaves no room."""
+        """Tokenize the prompt of a branch that the function began; return False if it leaves no room for a turn."""
         request = self._prompts.branch_request(
             branch.request, branch.number, branch.prompt, self.origin, tools=branch.tools
         )
         if request.max_new_tokens < 1:
             is_first = not self.episode.num_turns
-            refuse(is_first, f"{self.origin}: the prompt of its first turn leaves no room for it")
+            refuse(is_first, f"{self.origin}: the prompt of its first turn leaves no room for a turn")
             return False
         branch.request = request
         return True
 
     def _appended_ids(self, branch: Branch, turn_request: TurnRequest) -> list[int]:
-        """Return the token ids that the function appends to a branch. Raises InputError naming function and row."""
+        """Return the token ids that a request appends to its branch. Raises InputError naming function and row."""
         end_id, origin = None, self.origin
         if is_messages(turn_request.after):
             refuse(
@@ -292,25 +295,25 @@ def make_stop_test(tokenizer: Tokenizer, strings: tuple[str, ...]) -> StopString
 
 
 async def _request_turn_too_late(turn_request: TurnRequest) -> Turn:
-    raise InputError("generate(): the episode ended")
+    raise InputError("generate(): the episode has ended")
 
 
 def turn_record(turn: Turn) -> TurnRecord:
-    """Return what is stored of a turn. Raises InputError for what JSON cannot hold."""
+    """Return the record of a turn. Raises InputError for values that JSON cannot represent."""
     if turn.extra or turn.inserted:
         try:
             json_text([turn.extra, turn.inserted])
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(
-                f"turn.extra, or a message appended before the turn, is not JSON: {error}"
+                f"turn.extra or a message appended before the turn is not valid JSON: {error}"
             ) from None
     return TurnRecord(*(getattr(turn, one.name) for one in fields(TurnRecord)))
 
 
 def add_returned_rewards(given_rewards: dict[str, float | None], returned: Any) -> None:
-    """Add the rewards that a function returned to those that it gave, by name; one that is returned as None is None.
+    """Add the rewards that a function returned to `given_rewards`. Returning None for a reward sets it to None.
 
-    A number is the reward named "reward". Raises InputError with the reason if it cannot be one.
+    A bare number is the reward named "reward". Raises InputError for a value that is not a valid reward.
     """
     if not isinstance(returned, dict):
         returned = {REWARD: checked_reward(returned, "returns")}

@@ -1,13 +1,11 @@
-"""An episode, as seen by the function that writes a rollout.
-
-Its turns are sampled together with those of all other episodes:
+"""The episode interface that a rollout function uses to sample turns.
 
     async def rollout(episode):
         turn = await episode.generate(stop=["</query>"])
         await episode.generate(after=await look_up(turn.text))
 
-Tokens are never tokenized again: sampled tokens stay as they are, and appended text is tokenized alone. So are
-messages, which the chat template writes.
+The engine samples the turns of all episodes together. Nothing is retokenized: sampled tokens stay as they are, and
+appended text is tokenized on its own. So are appended messages, which the chat template renders.
 """
 
 import copy
@@ -27,7 +25,7 @@ from minirl.files.user_code import short_repr
 from minirl.rewards.calls import MAX_REWARD, validate_number
 from minirl.rollouts import Request, SampledSequence, Stream, TurnRecord
 
-# Finish reasons for `Episode.end`.
+# Valid arguments of `Episode.end`.
 END_REASONS = (
     "stop",
     "length",
@@ -38,19 +36,19 @@ END_REASONS = (
     "timeout",
     "env_done",
 )
-# The name of a reward that is given without one.
+# The default name of a reward.
 REWARD = "reward"
 
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """Asks for a turn: tokens are appended, then at most `max_tokens` are sampled.
+    """A request to append tokens and then sample a turn.
 
-    after: text, token ids or, between turns of a chat, messages, as `read_message` returns them. The results of tools
-    may have other contents than text: the chat template gets these as text, reward functions as they are.
-    stop: strings that end the turn, as the model's stop tokens do; the token in which one ends is kept whole.
-    max_tokens: None for as many as fit.
-    branch: the number of the episode's branch.
+    after: text, token ids or, between turns of a chat, messages as `read_message` returns them. Tool results may have
+    content other than text: the chat template gets it as text, reward functions get it unchanged.
+    stop: strings that end the turn, like the model's stop tokens. The token that completes a stop string is kept whole.
+    max_tokens: maximum number of tokens to sample; None: as many as fit.
+    branch: index of the episode's branch.
     """
 
     after: After
@@ -59,25 +57,28 @@ class TurnRequest:
     branch: int
 
     def __post_init__(self) -> None:
-        """Raise InputError naming the field that is wrong. What is appended is checked where it is tokenized."""
+        """Raise InputError naming the invalid field. `Driver` checks the contents of `after` when it tokenizes them."""
         refuse(
             not isinstance(self.after, str | list | tuple),
             f"generate(after={self.after!r:.80}): expected text, a list of token ids, or messages",
         )
         refuse(
             not all(map(is_stop_string, self.stop)),
-            f"generate(stop={self.stop!r:.80}): expected texts; '' is in every text, U+FFFD and surrogates in none",
+            f"generate(stop={self.stop!r:.80}): expected non-empty strings without U+FFFD and surrogates",
         )
         if self.max_tokens is not None:
             is_limit = type(self.max_tokens) is int and self.max_tokens >= 1
-            refuse(not is_limit, f"generate(max_tokens={self.max_tokens!r:.80}): must be at least 1")
+            refuse(
+                not is_limit,
+                f"generate(max_tokens={self.max_tokens!r:.80}): must be an integer of at least 1",
+            )
 
 
 @dataclass(slots=True)
 class BranchTokens:
-    """The tokens of a branch up to its last turn, with the finish reason of the branch if that stays the last.
+    """The tokens of a branch up to the end of its last turn, and its finish reason if no further turn follows.
 
-    The branch and its turns share it, so that memory holds a branch once and not once per turn.
+    The branch and its turns share one object, so that memory holds the tokens once per branch, not once per turn.
     """
 
     sequence: SampledSequence = field(init=False)
@@ -85,9 +86,9 @@ class BranchTokens:
 
 @dataclass(eq=False, kw_only=True)
 class Turn(TurnRecord):
-    """A turn that a function asked for: appended tokens, then sampled ones.
+    """A turn that a function requested: appended tokens, then sampled ones.
 
-    tokens: the branch's. number: its place in the episode, from 1.
+    tokens: the tokens of its branch. number: its position in the episode, starting at 1.
     """
 
     tokenizer: ChatTokenizer
@@ -101,19 +102,19 @@ class Turn(TurnRecord):
 
     @property
     def logprobs(self) -> list[float]:
-        """The sampled tokens' logprobs, when they were sampled."""
+        """The logprobs of the sampled tokens, under the weights that sampled them."""
         return self._sampled["logprob"].tolist()
 
     @functools.cached_property
     def text(self) -> str:
-        """The text of the sampled ids, without special tokens."""
+        """The sampled text, without special tokens."""
         return self.text_from(self.start)
 
     @functools.cached_property
     def message(self) -> dict[str, Any]:
-        """The content, and reasoning and calls of tools, if any; see `data.answers`.
+        """The parsed message: its content, and reasoning and tool calls if any; see `data.answers`.
 
-        Raises InputError if the form of the model's calls is unknown.
+        Raises InputError if the model's tool-call format is unknown.
         """
         sequence = self.tokens.sequence
         before = sequence.tokens[: sequence.num_prompt_tokens + self.start]
@@ -122,7 +123,7 @@ class Turn(TurnRecord):
         return message
 
     def text_from(self, start: int) -> str:
-        """Return the text, up to the turn's end, from `start` among the branch's tokens after its prompt."""
+        """Return the branch's text from the token at `start`, counted after the prompt, to the end of this turn."""
         return self.tokenizer.decode(self.tokens.sequence.after_prompt["id"][start : self.end])
 
     @property
@@ -133,14 +134,14 @@ class Turn(TurnRecord):
 
 @dataclass(eq=False)
 class Branch:
-    """A prompt with the turns that follow it, while its episode runs; a `SampledSequence` stores it.
+    """A prompt and the turns that follow it, in a running episode. The finished branch becomes a `SampledSequence`.
 
-    number: its place among the episode's branches. turns: the finished ones. tools: JSON schemas of the tools that its
-    prompt shows; None: the run's.
+    number: its index among the episode's branches. turns: its finished turns. tools: JSON schemas of the tools in its
+    prompt; None: the run's tools.
 
-    For the code that runs the episode, which sets them: request: without tokens; until the first turn of a branch that
-    the function began, it has the episode's limit and no prompt. request_turn: samples a turn. engine_tokens: those of
-    its finished turns.
+    The driver sets three more fields. request: the engine request without sampled tokens; its prompt is empty until the
+    first turn of a branch that the function began. request_turn: samples a turn. engine_tokens: the tokens of its
+    finished turns.
     """
 
     prompt: str | Messages | list[int]
@@ -163,7 +164,7 @@ class Branch:
 
     @property
     def remaining_tokens(self) -> int:
-        """How many more tokens it may have."""
+        """The number of tokens that still fit, sampled and appended."""
         return self.request.max_new_tokens - self.num_tokens
 
     @property
@@ -173,20 +174,21 @@ class Branch:
 
     @property
     def messages(self) -> Messages:
-        """The conversation so far: the prompt (text is the user's), the answers, and the appended messages.
+        """The conversation so far: the prompt, the answers, and the appended messages.
 
-        An answer is all text between messages, without special tokens: sampled, or appended as text or ids. One that
-        continues the prompt's last message joins it. Raises InputError if the prompt is token ids.
+        A text prompt becomes a user message. An answer is all text between two messages, sampled or appended, without
+        special tokens. An answer that continues the prompt's last message is merged into it. Raises InputError if the
+        prompt is a list of token ids.
         """
         refuse(
             is_token_ids(self.prompt),
-            f"branch {self.number}: it begins with token ids, so it has no messages",
+            f"branch {self.number}: its prompt is token ids, so it has no messages",
         )
         return branch_messages(cast(str | Messages, self.prompt), self.turns, Turn.text_from)
 
     @property
     def finish_reason(self) -> str:
-        """Why it ends, if its last turn stays the last."""
+        """The branch's finish reason if no further turn follows."""
         last = self.turns[-1]
         return (
             "turn_length"
@@ -201,11 +203,11 @@ class Branch:
         stop: str | Sequence[str] = (),
         max_tokens: int | None = None,
     ) -> Turn:
-        """Append `after` and sample a turn; return it when it ends. See `TurnRequest`.
+        """Append `after`, sample a turn, and return the finished turn. See `TurnRequest`.
 
-        If `after` leaves no room, or the episode has reached a limit, it ends: the function is cancelled here. after:
-        also a single message; None for nothing. Raises InputError naming an argument that is wrong, after `end`, and
-        while another turn of the episode is sampled.
+        after: may also be a single message; None appends nothing. If `after` leaves no room, or the episode reaches a
+        limit, the episode ends and its function is cancelled here. Raises InputError naming an invalid argument, after
+        `end`, and while another turn of the episode is being sampled.
         """
         strings = tuple(stop) if isinstance(stop, list | tuple) else (cast(str, stop),)
         appended = "" if after is None else _read_after(after)
@@ -213,16 +215,16 @@ class Branch:
 
 
 class Episode:
-    """One rollout in the making.
+    """One rollout while its function runs.
 
-    branches: in order of their numbers. The first follows the row's prompt; its `generate`, `turns`, `messages` and the
-    like are the episode's, too.
-    row: a copy of the prompt's row of the data. seed: for everything random in this episode; the same in every run.
-    tools: JSON schemas of the tools that the prompt shows. is_chat: whether the chat template wrote the prompt.
-    temperature: of all turns. num_turns: how many have ended, in all branches. given_rewards: the rewards given so far,
-    by name; in the end also those returned, None for one that does not apply. end_reason: the argument of `end`, if it
-    was called. is_closed: whether the function ended, or is being ended.
-    environment: the object of --environment, or what else a function sets here; reward functions get it.
+    branches: all branches, in order of their numbers. The first one begins with the row's prompt; the episode also
+    exposes that branch's `generate`, `turns`, `messages`, `tokens`, `prompt`, `prompt_ids` and `remaining_tokens`.
+    row: a copy of the data row. seed: seed for all randomness in this episode, the same in every run.
+    tools: JSON schemas of the tools in the prompt. is_chat: whether the chat template rendered the prompt.
+    temperature: sampling temperature of all turns. num_turns: number of finished turns in all branches.
+    given_rewards: rewards given so far, keyed by name; at the end also returned ones. None: the reward does not apply.
+    end_reason: the argument of `end`, if it was called. is_closed: whether the function has ended or was cancelled.
+    environment: the object of --environment, or any object that a function sets; reward functions get it.
     """
 
     environment: Any = None
@@ -253,21 +255,21 @@ class Episode:
 
     @property
     def messages(self) -> Messages:
-        """The conversation of the first branch; see `Branch.messages`."""
+        """The first branch's conversation; see `Branch.messages`."""
         return self.branches[0].messages
 
     @property
     def tokens(self) -> list[int]:
-        """All tokens of the first branch after its prompt, sampled and appended."""
+        """All tokens after the first branch's prompt, sampled and appended."""
         return self.branches[0].tokens
 
     @property
     def remaining_tokens(self) -> int:
-        """How many more tokens the first branch may have."""
+        """The number of tokens that still fit into the first branch, sampled and appended."""
         return self.branches[0].remaining_tokens
 
     def add_turn(self, turn: Turn) -> None:
-        """Add a finished turn to its branch. For the code that runs the episode."""
+        """Add a finished turn to its branch. Only the driver calls this."""
         self.num_turns += 1
         turn.number = self.num_turns
         self.branches[turn.branch].turns.append(turn)
@@ -275,38 +277,41 @@ class Episode:
     def branch(
         self, prompt: str | Messages | list[int], *, tools: list[dict[str, Any]] | None = None
     ) -> Branch:
-        """Begin a further branch, with another prompt: a rewritten or a second conversation, or token ids.
+        """Begin another branch with its own prompt: text, messages or token ids.
 
-        It is a separate training sample with the rollout's advantage, and shares its weight in the loss with the other
-        branches. tools: JSON schemas of the tools that a prompt of messages shows; None: the run's. Raises InputError
-        for another prompt.
+        Each branch is a separate training sample with the rollout's advantage; a rollout's branches share its weight in
+        the loss. tools: JSON schemas of the tools in a prompt of messages; None: the run's tools. Raises InputError for
+        an invalid prompt.
         """
         if not is_token_ids(prompt):
             prompt = read_prompt(prompt, "branch(...): the prompt")
         first = self.branches[0]
         number = len(self.branches)
         rollout_id = first.request.rollout_id._replace(branch=number)
-        # Until its prompt is tokenized, for its first turn.
+        # The driver tokenizes the prompt when the branch's first turn begins.
         request = replace(first.request, rollout_id=rollout_id, prompt_ids=())
-        # The caller may go on to change its lists; the branch keeps the present ones.
-        own, own_tools = copy.deepcopy((prompt, tools))
-        branch = Branch(own, request, number, tools=own_tools)
+        # The branch keeps copies, because the caller may change its lists later.
+        prompt_copy, tools_copy = copy.deepcopy((prompt, tools))
+        branch = Branch(prompt_copy, request, number, tools=tools_copy)
         branch.request_turn = first.request_turn
         self.branches.append(branch)
         return branch
 
     def reward(self, value: float, name: str = REWARD) -> None:
-        """Add to a reward of the rollout. Raises InputError unless it is finite, and after the episode's end."""
+        """Add to a reward of the rollout. Raises InputError for an invalid value, and once the episode has ended."""
         origin = f"episode.reward, for the row at {self.row.origin}:"
-        refuse(self.is_closed, f"{origin} the episode ended; give rewards before `await episode.generate()`")
+        refuse(
+            self.is_closed, f"{origin} the episode has ended; give rewards before `await episode.generate()`"
+        )
         checked = checked_reward(value, f"{origin} {name!r} is")
         total = (self.given_rewards.get(name) or 0.0) + checked
         self.given_rewards[name] = checked_reward(total, f"{origin} {name!r} adds up to")
 
     def end(self, reason: str) -> None:
-        """End the episode with this finish reason; then return from the function.
+        """Set the finish reason of the episode; the function should return next.
 
-        reason: one of `END_REASONS`; raises InputError for another. Without it an episode ends like its last turn.
+        reason: one of `END_REASONS`, otherwise raises InputError. Without this call an episode has the finish reason of
+        its last turn.
         """
         refuse(
             reason not in END_REASONS,
@@ -316,7 +321,7 @@ class Episode:
 
 
 def _read_after(after: After | dict[str, str]) -> After:
-    """Return what a caller appends, messages as copies: the caller may go on to change them."""
+    """Return `after` with validated copies of its messages, because the caller may change them later."""
     appended = [after] if isinstance(after, dict) else after
     if is_messages(appended):
         return [read_message(copy.deepcopy(one), "generate(after=...)") for one in appended]
@@ -324,17 +329,17 @@ def _read_after(after: After | dict[str, str]) -> After:
 
 
 def checked_reward(value: Any, what: str) -> float:
-    """Return a reward as a float. Raises InputError, beginning with `what`, unless it is a finite number."""
+    """Return a reward as a float. Raises InputError, prefixed with `what`, unless it is a finite number."""
     checked = validate_number(value)
     if not isinstance(checked, float):
         raise InputError(f"{what} {short_repr(value)}; a reward is a finite number of at most {MAX_REWARD:g}")
     return checked
 
 
-# Returns rewards by name, None for one that does not apply; or a number, the reward named "reward"; or None.
+# Returns a dict of rewards (None where one does not apply), a number (the reward named "reward"), or None.
 RolloutFunction = Callable[[Episode], Coroutine[Any, Any, Any]]
 
 
 async def one_turn(episode: Episode) -> None:
-    """The rollout of one completion."""
+    """Sample one completion; the rollout function of single-turn runs."""
     await episode.generate()

@@ -1,26 +1,26 @@
-"""The event loop of users' functions. It runs in slices, in the thread that also decodes."""
+"""The event loop for users' functions. It runs in slices, on the thread that also decodes."""
 
 import asyncio
 import functools
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-# The most seconds of a slice without a wait: a function that polls must not hold up decoding.
+# Maximum duration of a slice that does not wait, so that a function that polls cannot hold up decoding.
 MAX_BUSY_S = 0.005
-# Blocking calls at a time, of `asyncio.to_thread`; more wait for a free thread.
+# Maximum number of concurrent `asyncio.to_thread` calls; further calls wait for a free thread.
 MAX_THREADS = 1024
 
 
 class SlicedLoop(asyncio.SelectorEventLoop):
-    """An event loop that goes on, slice by slice, where the last slice ended."""
+    """An event loop that runs in slices; each slice continues where the last one stopped."""
 
     def __init__(self) -> None:
         super().__init__()
         self.set_default_executor(ThreadPoolExecutor(MAX_THREADS, "rollout"))
 
     def run_slice(self, wait_s: float = 0.0) -> None:
-        """Run until all tasks wait. If they wait for something outside, it may come within `wait_s` seconds."""
-        # A notebook calls this from its own event loop.
+        """Run until all tasks are blocked. Wait up to `wait_s` seconds for I/O, timers or threads to wake one up."""
+        # In a notebook this is called from a running event loop.
         outer = asyncio._get_running_loop()
         asyncio._set_running_loop(None)
         wait_end = self.call_later(wait_s, self.stop)
@@ -37,5 +37,5 @@ class SlicedLoop(asyncio.SelectorEventLoop):
 
 @functools.cache
 def event_loop() -> SlicedLoop:
-    """Return the loop of this process: what a user's file keeps between episodes, such as a client, belongs to one."""
+    """Return the process's one loop, because users' files keep objects that are bound to a loop, such as clients."""
     return SlicedLoop()

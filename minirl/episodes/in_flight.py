@@ -1,4 +1,4 @@
-"""Which prompts are in flight, which of them a step must take, and how many may begin."""
+"""Track the prompts in flight, and decide which ones a step must take and how many may begin."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,9 +10,10 @@ from minirl.errors import refuse
 class PromptsInFlight:
     """The prompts that have begun and that no step has taken, with the step in which each began.
 
-    It is the same on every rank. Steps take prompts in order, and none more than `max_staleness` steps after it began.
-    num_served: prompts taken from the stream so far. num_steps: steps that have ended. start_steps: the step by prompt.
-    interrupted: those that were in flight at the checkpoint, and have not begun again.
+    Every rank has the same state. Steps take prompts in order, each at most `max_staleness` steps after it began.
+    num_served: number of prompts drawn from the stream so far. num_steps: number of finished steps.
+    start_steps: the step in which each prompt began, keyed by ordinal.
+    interrupted: ordinals of prompts that were in flight at the checkpoint and have not been restarted yet.
     """
 
     max_staleness: int = 0
@@ -26,40 +27,40 @@ class PromptsInFlight:
 
     @property
     def ordinals(self) -> list[int]:
-        """The ordinals of the prompts, with those that have not begun again."""
+        """The ordinals of all prompts in flight, including interrupted ones."""
         return sorted([*self.start_steps, *self.interrupted])
 
     def restore(self, num_served: int, ordinals: Sequence[int]) -> None:
-        """Go on from a checkpoint: the prompts that were in flight begin again, before new ones."""
+        """Requeue the prompts that were in flight at the checkpoint, ahead of new ones."""
         self.num_served = num_served
         self.interrupted = sorted(ordinals)
 
     def begin_prompts(self, num_prompts: int) -> list[int]:
-        """Begin this number of prompts; returns their ordinals: interrupted ones, then new ones."""
-        again, self.interrupted = self.interrupted[:num_prompts], self.interrupted[num_prompts:]
+        """Begin this number of prompts, interrupted ones first; return their ordinals."""
+        restarted, self.interrupted = self.interrupted[:num_prompts], self.interrupted[num_prompts:]
         first_new = self.num_served
-        self.num_served += num_prompts - len(again)
-        ordinals = [*again, *range(first_new, self.num_served)]
+        self.num_served += num_prompts - len(restarted)
+        ordinals = [*restarted, *range(first_new, self.num_served)]
         self.start_steps |= dict.fromkeys(ordinals, self.num_steps)
         return ordinals
 
     def end_step(self, ordinals: Iterable[int]) -> None:
-        """End a step, which took or dropped these prompts."""
+        """End a step, and remove the prompts that it took or dropped."""
         self.num_steps += 1
         for ordinal in ordinals:
             del self.start_steps[ordinal]
 
     def expiring(self, num_groups: int) -> set[int]:
-        """Return the prompts that this step of `num_groups` must take, so that no rollout gets older.
+        """Return the prompts that this step of `num_groups` must take to keep every rollout within `max_staleness`.
 
-        Of those that must be taken within n later steps, these can take n * num_groups; the others are due now. With
-        steps of 4 and `max_staleness` 2, in step 5:
+        The next n steps can take n * num_groups of the prompts that expire within them; any excess must be taken now.
+        With 4 groups per step and `max_staleness` 2, in step 5:
 
-            begun in step 3: prompts 10 and 11    0 later steps take 0 of these 2: 2 are due
-            begun in step 4: prompts 12 to 16     1 later step takes 4 of these 7: 3 are due
-            begun in step 5                       none is due, so 10, 11 and 12 are
+            prompts 10 and 11, begun in step 3    0 later steps can take 0 of these 2: take 2 now
+            prompts 12 to 16, begun in step 4     1 later step can take 4 of all 7: take 3 now
+            prompts begun in step 5               none expires, so the step must take 10, 11 and 12
 
-        Raises InputError if these are too many: this step takes fewer than those before.
+        Raises InputError if more than `num_groups` expire, because this step is smaller than earlier ones.
         """
         ordinals = sorted(ordinal for ordinal, step in self.start_steps.items() if step < self.num_steps)
         num_expiring = 0
@@ -68,18 +69,19 @@ class PromptsInFlight:
             num_expiring = max(num_expiring, num_first - num_groups * num_later_steps)
         refuse(
             num_expiring > num_groups,
-            f"--max-staleness {self.max_staleness}: a step of {num_groups} prompts takes some of those in flight too "
-            "late; collect as many in each step",
+            f"--max-staleness {self.max_staleness}: {num_expiring} prompts expire, and this step takes only "
+            f"{num_groups}; collect the same number of groups in each step",
         )
         return set(ordinals[:num_expiring])
 
     def num_to_begin(self, num_groups: int, *, num_wanted: int, num_ready: int) -> int:
-        """Return how many prompts a step of `num_groups` begins now, to get `num_wanted`; `num_ready` have ended.
+        """Return the number of prompts to begin now, for a step of `num_groups` that needs `num_wanted` ready prompts.
 
-        Two steps' prompts are open, so that a long rollout decodes beside many others; but no more are in flight than
-        this step and those within `max_staleness` can take. With steps of 4 and `max_staleness` 2, 12 can be in flight;
-        of 7 that are, 2 are ready, so 5 are open: 8 - 5 = 3 begin. Of 10 that are, 4 are ready: 12 - 10 = 2 begin.
+        Two steps' worth of prompts stay unfinished, so that long rollouts decode in a large batch. But no more prompts
+        are in flight than this step and the next `max_staleness` steps can take. With 4 groups per step and
+        `max_staleness` 2, up to 12 prompts may be in flight. If 7 are, 2 of them ready, then 5 are unfinished and
+        8 - 5 = 3 begin. If 10 are, 4 of them ready, then 12 - 10 = 2 begin.
         """
-        num_open = len(self) - num_ready
+        num_unfinished = len(self) - num_ready
         num_allowed = num_wanted + num_groups * self.max_staleness - len(self)
-        return max(0, min(2 * num_groups - num_open, num_allowed))
+        return max(0, min(2 * num_groups - num_unfinished, num_allowed))

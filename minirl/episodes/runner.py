@@ -1,22 +1,22 @@
-"""Run the functions that write rollouts on the engine, which decodes their turns together.
+"""Run rollout functions on the engine, which decodes the turns of all episodes together.
 
 The life of a rollout:
 
-1. The collector draws a prompt and begins its G rollouts. The function of each runs as a task, which a `Driver` owns.
-2. The function asks for a turn. Once all G have asked for their first, they start together, and share one prefill.
-3. The engine samples a token of each turn per step; between two steps, functions work on their next replies.
-4. A turn ends with a stop token or string, or is truncated at its limit ("length"). The function gets it either way,
-   and may append tokens and ask for another one, of this branch or another.
-5. If that has no room, or is one more than `max_turns`, the episode ends there: its function is cancelled, and the
-   turns so far are the rollout, with the limit as finish reason. Otherwise it ends when its function returns.
-6. When the last rollout of a prompt has ended, all go into the reward queue, from which a step takes the group.
-7. A rejected request raises InputError in the function. A function that raises, is late, or returns something else than
-   rewards ends the run: RolloutError names function, row and turn, and the other functions are cancelled.
-8. With `max_staleness` a step decodes in rounds, with a budget of tokens for each rollout. One that has used it pauses
-   until the next round, and a round does not wait long for functions at work, on a tool's result say.
-9. At the end of a step the rollouts that go on lose their keys and values, but no token. A tool at work goes on, and
-   the next step takes its result, computes the tokens again under its own weights, and samples on.
-10. A checkpoint has only the numbers of their prompts, whose rollouts begin again after a resume.
+1. The collector draws a prompt and begins its G rollouts. Each rollout function runs as a task, owned by a `Driver`.
+2. The function requests a turn. The first turns of all G rollouts start together and share one prefill.
+3. Each engine step samples one token per turn; between steps, functions work on their next replies.
+4. A turn ends at a stop token or string, or is truncated at its limit ("length"). The function gets the turn either
+   way. It may append tokens and request another turn, of this branch or another.
+5. The episode ends when its function returns. It also ends when a requested turn has no room or exceeds `max_turns`:
+   the function is cancelled, and the turns so far are the rollout, with the limit as its finish reason.
+6. When the last rollout of a prompt has ended, the whole group enters the reward queue, from which a step takes it.
+7. An invalid request raises InputError in the function. The run fails if a function raises, exceeds its time limit or
+   returns anything but rewards: RolloutError names function, row and turn, and all other functions are cancelled.
+8. With `max_staleness`, a step decodes in rounds, each with a token budget per rollout. A rollout that has used its
+   budget pauses until the next round. A round waits only briefly for functions at work, for example on a tool call.
+9. At the end of a step, unfinished rollouts keep their tokens but lose their keys and values. Tool calls keep running.
+   The next step takes their results, prefills the tokens again under its own weights, and continues sampling.
+10. A checkpoint stores only the ordinals of their prompts, whose rollouts start over after a resume.
 """
 
 import asyncio
@@ -37,22 +37,21 @@ from minirl.rewards.functions import RewardLike
 from minirl.rewards.reward_queue import RewardedRollouts, RewardQueue
 from minirl.rollouts import Request, Rollout, RolloutId
 
-# The longest wait for replies while there is nothing to decode, before rewards get attention.
+# Maximum wait for replies while there is nothing to decode; after that, finished reward calls are polled.
 IDLE_WAIT_S = 0.05
-# The limit without --max-turns: some programs would never stop.
+# The turn limit without --max-turns, because some agents would never stop.
 MAX_TURNS = 1000
-# How a tool's result begins if it is an error, in TRL and `tool_loop`.
+# Prefix of a tool result that is an error, in TRL and in `tool_loop`.
 TOOL_ERROR = "{'error': "
-# Seconds for functions to clean up when the run ends.
+# Time that functions have to clean up when the run ends.
 CLEANUP_S = 1.0
 
 
 class EpisodeRunner:
-    """Runs episodes, round by round. Not collective, unless ranks share the model's layers.
+    """Runs episodes in rounds. Collective only where ranks share the model's layers.
 
-    queue: rewards the rollouts of whole prompts. reply_wait_s: how long a round with a budget waits for the next reply
-    if it has nothing to decode.
-    counts: see `Collector.take_count`.
+    queue: computes the rewards of complete groups. counts: see `Collector.take_count`.
+    reply_wait_s: maximum wait for the next reply in a round with a budget and nothing to decode.
     """
 
     reply_wait_s = 0.05
@@ -67,9 +66,10 @@ class EpisodeRunner:
         max_turns: int,
         call_timeout: float | None,
     ):
-        """functions: the K reward functions by name. rollout: see `episode`. max_turns: of an episode; 0: MAX_TURNS.
+        """functions: the K reward functions, keyed by name. rollout: see `episode`.
 
-        call_timeout: the most seconds from a turn to the function's next request, and of a reward call in a thread.
+        max_turns: maximum number of turns per episode (0: MAX_TURNS).
+        call_timeout: time limit (s) from a turn to the function's next request, and for a reward call in a thread.
         """
         self.engine = engine
         check_rollout_function(rollout, f"rollout {function_name(rollout)}")
@@ -78,32 +78,32 @@ class EpisodeRunner:
         self._prompts = prompts
         self._max_turns = max_turns or MAX_TURNS
         self.queue = RewardQueue(functions, prompts, call_timeout=call_timeout)
-        # Rewards that each episode has to give; they are 0 if a limit ends it before.
+        # Names of the rewards that each episode must give; they are 0 if a limit ends the episode before it gives them.
         self._reward_names = self.queue.episode_rewards
         self.counts: Counter[str] = Counter()
-        # All open episodes, by the id of their first branch, in the order in which they began.
+        # All open episodes, keyed by the id of their first branch, in the order in which they began.
         self._drivers: dict[RolloutId, Driver] = {}
-        # Those whose turn waits: for the first turns of its prompt's other episodes, or for the next round's budget.
+        # Episodes whose turn waits for the first turns of its group, or for the next round's budget.
         self._waiting: list[Driver] = []
-        # When each function began to work on its next reply; the first has worked longest.
+        # The time at which each function began to work on its next reply, oldest first.
         self._working_since: dict[Driver, float] = {}
         self._step_ended_at = 0.0
         self._replies: list[tuple[Driver, Reply]] = []
-        # Functions that have not returned: also those that clean up after their episode's end.
+        # Tasks of functions that have not returned, including ones that clean up after their episode's end.
         self._tasks: set[asyncio.Task[None]] = set()
-        # Open episodes per prompt, and the rollouts of those that have ended, until all have.
+        # Per prompt, its open episodes, and the rollouts of its finished ones until the group is complete.
         self._groups: defaultdict[int, list[Driver]] = defaultdict(list)
         self._rollouts: defaultdict[int, list[Rollout]] = defaultdict(list)
 
     def run(self, requests: Sequence[Request], *, weight_version: int = 0) -> RewardedRollouts:
-        """Run the requests, which cover whole prompts, to their ends; return their rollouts with rewards."""
+        """Run the requests of complete groups to their ends; return their rollouts with rewards."""
         with self.in_step():
             self.begin_episodes(requests)
             self.run_round(weight_version=weight_version)
         return self.queue.finish(sorted(self.queue.groups))
 
     def begin_episodes(self, requests: Sequence[Request]) -> None:
-        """Call the function for new episodes, which the next round runs. Raises InputError if that cannot work."""
+        """Start the function for new episodes, which the next round runs. Raises InputError for an invalid row."""
         for request in requests:
             driver = Driver(request, self._prompts, self._rollout, self._replies)
             self._tasks.add(driver.task)
@@ -113,13 +113,13 @@ class EpisodeRunner:
             self._working_since[driver] = time.monotonic()
 
     def run_round(self, budget: int = NO_BUDGET, *, weight_version: int) -> None:
-        """Let each episode sample up to `budget` tokens; without a budget all run to their ends.
+        """Let each episode sample up to `budget` tokens; without a budget, run all episodes to their ends.
 
-        The rollouts of each prompt whose last episode ends go into the queue. With a budget the round also ends when it
-        has nothing to decode and no function has replied for `reply_wait_s`.
+        A group enters the queue when its last episode ends. With a budget, the round also ends when there is nothing to
+        decode and no function has replied for `reply_wait_s`.
 
-        Raises InputError like `Engine.submit`, RewardError, and RolloutError naming function, row and turn if the
-        function fails, as it does at a rejected request that it does not catch.
+        Raises InputError like `Engine.submit`, and RewardError. Raises RolloutError naming function, row and turn if
+        the function fails or does not catch the error of an invalid request.
         """
         for driver in self._drivers.values():
             driver.budget = budget
@@ -137,12 +137,12 @@ class EpisodeRunner:
                 elif budget < NO_BUDGET and time.perf_counter() - active_at > self.reply_wait_s:
                     break
                 self._decode_step()
-        self.engine.sync()  # ranks that share the model's layers pass through them until all are here
+        self.engine.sync()  # ranks that share the model's layers take part in each other's passes until all are done
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Take the episodes out of the engine at the end of the block; `close` if it raises an error."""
-        # Between two steps the event loop stands still, which is not the functions' time.
+        """Release all engine requests at the end of the block; call `close` if the block raises."""
+        # The event loop does not run between steps, so that time does not count against the functions.
         idle_s = time.monotonic() - self._step_ended_at
         self._working_since = {driver: since + idle_s for driver, since in self._working_since.items()}
         try:
@@ -152,14 +152,14 @@ class EpisodeRunner:
             raise
         for driver in self._drivers.values():
             self._release_requests(driver)
-        event_loop().run_slice()  # functions of episodes that ended clean up
+        event_loop().run_slice()  # lets the functions of finished episodes clean up
         self._step_ended_at = time.monotonic()
 
     def close(self) -> None:
-        """End all episodes without a rollout, and give their functions CLEANUP_S to clean up."""
+        """Cancel all episodes and drop their rollouts; give their functions CLEANUP_S to clean up."""
         for driver in self._drivers.values():
             driver.cancel()
-        for kept in (
+        for container in (
             self._drivers,
             self._waiting,
             self._working_since,
@@ -167,13 +167,13 @@ class EpisodeRunner:
             self._groups,
             self._rollouts,
         ):
-            kept.clear()
-        until = time.perf_counter() + CLEANUP_S
-        while self._tasks and time.perf_counter() < until:
+            container.clear()
+        deadline = time.perf_counter() + CLEANUP_S
+        while self._tasks and time.perf_counter() < deadline:
             event_loop().run_slice(0.01)
 
     def _submit_turns(self, weight_version: int) -> None:
-        """Let the engine sample the turns that need not wait: all first turns of a prompt share one prefill."""
+        """Submit the turns that need not wait. The first turns of a group go together, to share one prefill."""
         requests = []
         waiting, self._waiting = self._waiting, []
         for driver in waiting:
@@ -185,7 +185,7 @@ class EpisodeRunner:
         self.engine.submit(requests, weight_version=weight_version)
 
     def _decode_step(self) -> None:
-        """Sample one more token of each turn that the engine has."""
+        """Run one engine step, and hand finished turns to their functions."""
         for sequence in self.engine.step():
             driver = self._drivers[sequence.rollout_id._replace(branch=0)]
             self.counts["sampled_tokens"] += len(sequence.after_prompt) - len(driver.tokens)
@@ -194,15 +194,15 @@ class EpisodeRunner:
             else:
                 self._waiting.append(driver)
         if self.engine.lacks_blocks:
-            # Episodes that need no more in this round make room for others.
+            # Waiting episodes sample no more in this round, so their blocks can go to others.
             for driver in self._waiting:
                 self._release_requests(driver)
 
     def _handle_replies(self, wait_s: float) -> bool:
-        """Let the functions run until all wait, and continue the episodes whose functions have replied.
+        """Run the functions until all are blocked, and handle their replies; return whether there were any.
 
-        Without a reply it waits up to `wait_s` seconds for the first. Returns whether there was one. The function that
-        has worked longest fails if it exceeds its time.
+        If there is no reply yet, wait up to `wait_s` seconds for the first one. Raises RolloutError if the slowest
+        function exceeds --call-timeout.
         """
         with spent_on("wait_replies"):
             event_loop().run_slice(0.0 if self._replies else wait_s)
@@ -220,7 +220,7 @@ class EpisodeRunner:
                 raise self._rollout_error(driver, error) from None
         self._replies.clear()
         if self._call_timeout is not None and self._working_since:
-            # After the slice: what came in time is a reply by then.
+            # The check follows the slice, in which every result that arrived in time has become a reply.
             slowest, since = next(iter(self._working_since.items()))
             if time.monotonic() - since > self._call_timeout:
                 raise self._rollout_error(
@@ -229,16 +229,16 @@ class EpisodeRunner:
         return has_replies
 
     def _rollout_error(self, driver: Driver, error: InputError | str) -> RolloutError:
-        """Return the error of a function, which ends the run."""
+        """Return the error with which a failed function ends the run."""
         num_turns = driver.episode.num_turns
         when = f"after turn {num_turns}" if num_turns else "before its first turn"
         origin = f"rollout {function_name(self._rollout)} for the row at {driver.episode.row.origin}"
         return RolloutError(escaped(f"{origin}, {when}: {error}"))
 
     def _begin_turn(self, driver: Driver, turn_request: TurnRequest) -> None:
-        """Begin the turn that a function asks for. Without room, or at a limit, end the episode instead.
+        """Begin the turn that a function requests. Without room, or past the turn limit, end the episode instead.
 
-        A request that is rejected raises its InputError in the function, which may catch it and go on.
+        An invalid request raises InputError in the function, which may catch it and continue.
         """
         try:
             has_room = driver.begin_turn(turn_request)
@@ -255,17 +255,17 @@ class EpisodeRunner:
             self._end_episode(driver, "max_turns" if has_room else "length")
 
     def _count_results(self, driver: Driver) -> None:
-        """Count the results of tools that are appended before a turn."""
+        """Count the tool results that were appended before the turn."""
         for message in driver.turn.inserted:
             if message["role"] == "tool":
                 self.counts["tool_results"] += 1
                 self.counts["tool_errors"] += str(message["content"]).startswith(TOOL_ERROR)
 
     def _end_episode(self, driver: Driver, finish_reason: str | None, *, has_returned: bool = False) -> None:
-        """End an episode after its last turn. has_returned: whether its function returned, before a limit.
+        """End an episode after its last turn, and queue its group if that is complete.
 
-        finish_reason: None for that of the last turn. Raises InputError for an episode without a turn, or with other
-        rewards than the run's.
+        finish_reason: None: the last turn's. has_returned: whether the function returned before any limit. Raises
+        InputError for an episode without turns, and for missing or unknown rewards.
         """
         given_rewards = driver.episode.given_rewards
         rollout = driver.rollout(finish_reason, dict.fromkeys(self._reward_names, 0.0) | given_rewards)
@@ -281,25 +281,24 @@ class EpisodeRunner:
         self._release_requests(driver)
 
     def _release_requests(self, driver: Driver) -> None:
-        """Take the branches of an episode out of the engine."""
+        """Release the engine requests of all branches of an episode."""
         self.engine.release(*(branch.request.rollout_id for branch in driver.episode.branches))
 
 
 def check_rewards(given_rewards: Collection[str], required_rewards: Collection[str], origin: str) -> None:
-    """Raise InputError for rewards that the run has no use for, and for one that it wants and nobody gave.
+    """Raise InputError if a required reward is missing, or if the run uses no episode rewards but some were given.
 
-    given_rewards: the names of the rewards that an episode gave or returned. required_rewards: the names of the run's
-    rewards.
+    given_rewards: names of the rewards that an episode gave or returned. required_rewards: names that the run uses.
     """
     refuse(
         not all(isinstance(name, str) for name in given_rewards),
-        f"{origin}: a reward's name is not text: {given_rewards!r:.80}",
+        f"{origin}: reward names must be strings: {given_rewards!r:.80}",
     )
     listed = ", ".join(map(repr, sorted(given_rewards))) or "none"
     flags = " ".join("episode" if name == REWARD else f"episode:{name}" for name in sorted(given_rewards))
     refuse(
         given_rewards and not required_rewards,
-        f"{origin}: gives rewards ({listed}) that the run does not have: add --reward {flags}",
+        f"{origin}: gives rewards ({listed}) that the run does not use: add --reward {flags}",
     )
     for name in required_rewards:
         refuse(

@@ -1,4 +1,4 @@
-"""Select the groups of a step. A group is all rollouts of one prompt; every rank knows the rewards of all."""
+"""Select the groups of a step. A group is all rollouts of one prompt; every rank knows the rewards of all groups."""
 
 from dataclasses import dataclass
 
@@ -12,42 +12,44 @@ from minirl.training.batch import RolloutInfo, SequenceInfo, gather_infos
 
 @dataclass(frozen=True)
 class Groups:
-    """P groups of G rollouts to train on. All but `rewarded` is the same on every rank."""
+    """P groups of G rollouts to train on. All fields except `rewarded` are the same on every rank.
 
-    # This rank's rollouts of these groups.
+    rewarded: this rank's rollouts of these groups.
+    infos: all P * G rollouts, group by group.
+    rewards: fp64 [P, G, K]; NaN where a reward does not apply to the rollout.
+    greedy_rewards: fp64 [P, 0 or 1, K], the rewards of the greedy rollouts, which are not trained on.
+    reward_weights: fp64 [K].
+    """
+
     rewarded: RewardedRollouts
-    # All P * G rollouts, one group after the other.
     infos: list[RolloutInfo]
-    # fp64 [P, G, K]; NaN where a reward does not apply to the rollout
     rewards: Tensor
-    # fp64 [P, 0 or 1, K]: the rewards of the greedy rollouts, which are not trained on.
     greedy_rewards: Tensor
-    # fp64 [K]
     reward_weights: Tensor
 
     @property
     def weighted_rewards(self) -> Tensor:
-        """The `weighted_rewards` fp64 [P, G] of the rewards; NaN where none applies."""
+        """Each rollout's weighted sum of rewards, fp64 [P, G]; NaN where no reward applies."""
         return weighted_rewards(self.rewards, self.reward_weights)
 
     @property
     def weighted_greedy_rewards(self) -> Tensor:
-        """Those of the greedy rollouts, fp64 [P, 0 or 1]."""
+        """Each greedy rollout's weighted sum of rewards, fp64 [P, 0 or 1]; NaN where no reward applies."""
         return weighted_rewards(self.greedy_rewards, self.reward_weights)
 
     @property
     def num_loss_tokens(self) -> Tensor:
-        """How many tokens the policy sampled in each rollout, int64 [P, G]."""
+        """The number of sampled tokens per rollout, int64 [P, G]."""
         return torch.tensor([info.num_loss_tokens for info in self.infos]).view(self.rewards.shape[:2])
 
     @property
     def is_truncated(self) -> Tensor:
-        """Whether a limit cut off each rollout, bool [P, G]."""
+        """Whether each rollout is truncated, bool [P, G]."""
         return torch.tensor([info.is_truncated for info in self.infos]).view(self.rewards.shape[:2])
 
     @property
     def sequences(self) -> list[SequenceInfo]:
-        """The sequences of all rollouts, one rollout after the other; `rollout_index` is p * G + g."""
+        """The sequences of all rollouts, in rollout order; `rollout_index` is p * G + g."""
         return [
             sequence._replace(rollout_index=number)
             for number, info in enumerate(self.infos)
@@ -57,16 +59,18 @@ class Groups:
 
 @dataclass(frozen=True)
 class Selection:
-    """The groups selected for a step. All fields except `remaining` are the same on every rank."""
+    """The groups selected for a step. All fields except `remaining` are the same on every rank.
+
+    remaining: this rank's rollouts that later steps may select.
+    num_missing: number of groups still to collect, since zero-variance groups do not count; negative for a surplus.
+    num_zero_variance: number of groups whose first reward has zero variance, if such groups are replaced.
+    ended_prompts: ordinals of the prompts whose groups were selected or dropped.
+    """
 
     groups: Groups
-    # This rank's rollouts that later steps may select.
     remaining: RewardedRollouts
-    # How many groups there are too few, not counting replaceable ones; less than 0 if there are more.
     num_missing: int
-    # How many groups have equal first rewards, if such groups are replaced.
     num_zero_variance: int
-    # The prompts whose groups were selected or dropped.
     ended_prompts: frozenset[int]
 
 
@@ -79,15 +83,15 @@ def select_step(
     reward_weights: Tensor,
     replaces_zero_variance: bool = False,
 ) -> Selection:
-    """Select `num_groups` of all ranks' groups, the first in order of their prompts (collective).
+    """Select the first `num_groups` of all ranks' groups, in prompt order (collective).
 
-    rewarded: the groups of this rank, each whole: `group_size` rollouts of a prompt, then `num_greedy` greedy ones.
+    rewarded: this rank's complete groups, each with `group_size` sampled rollouts, then `num_greedy` greedy ones.
     reward_weights: fp64 [K].
-    replaces_zero_variance: groups with different first rewards come first; the others have no signal, count as missing
-    and are dropped if they are not selected.
+    replaces_zero_variance: whether to prefer groups whose first reward varies. Zero-variance groups then count as
+    missing, and are dropped unless they are needed to fill the step.
     """
     infos = gather_infos(rewarded.rollouts, rewarded.rewards)
-    # They are in order of the ids: the rollouts of one prompt are adjacent, the greedy ones last.
+    # The infos are sorted by id, so the rollouts of one prompt are adjacent, with the greedy ones last.
     per_prompt = group_size + num_greedy
     ordinals = torch.tensor([info.id.prompt_ordinal for info in infos[::per_prompt]])
     rewards = torch.tensor([info.rewards for info in infos], dtype=torch.float64)
@@ -100,7 +104,7 @@ def select_step(
     taken = frozenset(ordinals[selected].tolist())
     ended_prompts = taken.union(ordinals[is_zero_variance].tolist())
 
-    # This rank's part, also in order of the ids.
+    # This rank's rollouts, sorted by id as well.
     own = sorted((rollout.rollout_id, i) for i, rollout in enumerate(rewarded.rollouts))
     own_taken = [i for ids, i in own if ids.prompt_ordinal in taken and ids.sample < group_size]
     own_remaining = [i for ids, i in own if ids.prompt_ordinal not in ended_prompts]
