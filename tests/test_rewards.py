@@ -133,7 +133,7 @@ def test_a_text_too_long_for_the_reward_model_is_refused(reward_folder):
         model = load(folder, **options)
         room = fits - len(ids("<bos><turn>user:hello<turn>assistant:"))
         assert len(model([CHAT], ["b" * room])) == 1
-        said = rf"--reward-model {folder}: a text of {fits + 1} tokens, {fits} fit; see --max-new-tokens"
+        said = rf"--reward-model {folder}: a text has {fits + 1} tokens, but at most {fits} fit; lower --max-new-tokens"
         with pytest.raises(RewardError, match=said):
             model([CHAT], ["b" * (room + 1)])
 
@@ -156,7 +156,7 @@ def test_rewards_come_before_what_is_only_logged_and_have_their_weights():
     assert list(functions) == ["b", "a", "seen"]
     assert weights.tolist() == [1, 1, 0]
     assert rewards_and_weights(rewards, (0.5, 0.0), logged=logged)[1].tolist() == [0.5, 0, 0]
-    with pytest.raises(InputError, match=r"--reward-weights 1.0: the rewards are b, a$"):
+    with pytest.raises(InputError, match=r"--reward-weights 1.0: give one weight for each reward: b, a$"):
         rewards_and_weights(rewards, (1.0,), logged=logged)
 
 

@@ -1,1 +1,1 @@
-"""Reward functions, the worker processes that run them, reward models, and rollouts with their rewards."""
+"""Reward functions and the worker processes that run them, reward models, and the queue of rewarded rollouts."""

@@ -1,6 +1,6 @@
-"""Call a reward function and check its values, in the trainer or in a worker process.
+"""Call a reward function and validate its return values, in the trainer or in a worker process.
 
-Standard library only, so that a worker process starts quickly.
+Imports only the standard library, so that worker processes start quickly.
 """
 
 import asyncio
@@ -13,21 +13,22 @@ from typing import Any, NamedTuple
 from minirl.data.task import EPISODE_ARGUMENTS
 from minirl.files.user_code import short_repr, users_traceback
 
-# The largest magnitude of a reward. Losses and gradients grow with it, and fp32 must hold their squares (up to 3e38).
+# Maximum absolute reward. Losses and gradients scale with it, and their squares must not overflow fp32 (3e38).
 MAX_REWARD = 1e12
-# The number of a worker's first answer, the function's signature.
+# Call id of a worker's first answer, which carries the function's signature.
 LOAD_CALL = 0
 
-# A reward for each completion; None where the function does not apply.
+# One reward per completion; None where the reward does not apply.
 Rewards = list[float | None]
-# The rewards of a call; an error if it failed.
+# The rewards that a call returned, or its error message.
 CallResult = Rewards | str
 
 
 class Signature(NamedTuple):
-    """What a reward function takes: its parameters, those without a default, and whether it has `**kwargs`.
+    """The signature of a reward function.
 
-    is_async: whether it is an `async def`.
+    parameters: names of all named parameters. required: names of parameters without a default. has_kwargs: whether it
+    takes `**kwargs`. is_async: whether it is an `async def`.
     """
 
     parameters: list[str]
@@ -36,7 +37,7 @@ class Signature(NamedTuple):
     is_async: bool
 
     def takes(self, argument: str) -> bool:
-        """Whether the function gets an argument: one that it names, or, by `**kwargs`, a column of the data."""
+        """Whether the function gets an argument, by name or through `**kwargs`; episode arguments only by name."""
         return argument in self.parameters or (self.has_kwargs and argument not in EPISODE_ARGUMENTS)
 
 
@@ -55,9 +56,9 @@ def signature_of(function: Callable[..., Any]) -> Signature:
 def call_function(
     function: Callable[..., Any], arguments: Mapping[str, Any], texts: Sequence[str]
 ) -> CallResult:
-    """Call a function, perhaps an `async def`, and return its rewards, or an error: what it raised or returned.
+    """Call a function, which may be an `async def`; return its rewards, or an error message.
 
-    It may run its own event loop. texts: see `validate_rewards`.
+    A plain function may run its own event loop. texts: see `validate_rewards`.
     """
     try:
         values = function(**arguments)
@@ -69,18 +70,18 @@ def call_function(
 
 
 def raised_message(error: BaseException) -> str:
-    """Return the error of a call that raised."""
+    """Return the error message for a call that raised."""
     return f"raised\n{users_traceback(error)}"
 
 
 def validate_rewards(values: Any, texts: Sequence[str]) -> CallResult:
-    """Return the values as floats and Nones, one per completion, or an error that names the first wrong one.
+    """Return one float or None per completion, or an error message naming the first invalid value.
 
-    None means that the reward does not apply to the completion. A value is a number of up to MAX_REWARD: bool, int,
-    float, Decimal, or a 0-d array or tensor. Tuples, arrays and tensors count as lists; texts, mappings and sets do
-    not. texts: the completions, or their beginnings.
+    None means that the reward does not apply. A value may be a bool, int, float, Decimal, 0-d array or 0-d tensor of
+    magnitude up to MAX_REWARD. Tuples, arrays and tensors count as lists; strings, mappings and sets do not. texts: the
+    completions, possibly shortened.
     """
-    # 0-d arrays and tensors have a `__len__` too; it raises.
+    # 0-d arrays and tensors also have `__len__`, but it raises.
     has_length = hasattr(values, "__len__") and getattr(values, "ndim", 1) != 0
     if not has_length or isinstance(values, str | bytes | Mapping | Set):
         return f"returned {short_repr(values)}; expected a list of {len(texts)} numbers"
@@ -96,7 +97,7 @@ def validate_rewards(values: Any, texts: Sequence[str]) -> CallResult:
 
 
 def validate_number(value: Any) -> float | str | None:
-    """Return `value` as a float, None as it is, or an error string that begins with "returned"."""
+    """Return `value` as a float, None unchanged, or an error message that begins with "returned"."""
     if value is None:
         return None
     number = nan
@@ -108,5 +109,5 @@ def validate_number(value: Any) -> float | str | None:
     if not isfinite(number):
         return f"returned {short_repr(value)}; expected a finite number"
     if abs(number) > MAX_REWARD:
-        return f"returned {short_repr(value)}; expected at most {MAX_REWARD:g}, the loss would overflow"
+        return f"returned {short_repr(value)}; larger than {MAX_REWARD:g}, so the loss could overflow"
     return number

@@ -1,25 +1,26 @@
-"""Reward functions: what they get and return, and the kinds of rewards that call them.
+"""Reward functions: their arguments, their return values, and where they run.
 
-A new reward is a function. The interface is TRL's: a reward function is called with keyword arguments, `prompts`,
-`completions`, `completion_ids` and every other column of the data, each a list with one entry per completion. It gets
-the arguments that it names, or all of them if it takes `**kwargs`, and returns one number per completion, of at most
-1e12, or None where it does not apply. It may be an `async def`. Text prompts come with text completions, chat prompts
-with the messages after the prompt, as `[{"role": "assistant", "content": text}]`.
+A new reward is a function with TRL's interface. It is called with keyword arguments: `prompts`, `completions`,
+`completion_ids` and all other columns of the data, each a list with one entry per completion. It gets the arguments
+that it names, or all of them if it takes `**kwargs`. It returns one number per completion, of magnitude up to 1e12, or
+None where the reward does not apply. It may be an `async def`. For text prompts, completions are text; for chat
+prompts, they are the messages after the prompt, such as `[{"role": "assistant", "content": text}]`.
 
-A function that names them gets further lists, one entry per completion: `episodes`, dicts with the conversation, turns
-and more (`PromptGroup.episodes`). One that runs in this process also gets `environments`, the objects of
---environment, and `rollouts`, each a `Rollout`. It may change what else it gets, which is a copy.
+A function may name further arguments, also lists with one entry per completion. `episodes` are dicts with the
+conversation, turns and more (`PromptGroup.episodes`). Functions that run in this process can also name `environments`,
+the objects of --environment, and `rollouts`, the `Rollout` objects. All other arguments are copies, which the function
+may modify.
 
-Its `Reward` says when and where it is called:
+The `Reward` of a function decides when and where it is called:
 
     WorkerReward     once per prompt, in a process        --reward (`reward_workers`)
-    FunctionReward   once per prompt, in a thread         the task's functions, those that a script gives `Setup` or
-                                                          `Collector`, and those of --reward that name `environments`
-                                                          or `rollouts`
-    EpisodeReward    as a FunctionReward                  --reward episode, which reads the rewards that episodes gave
+    FunctionReward   once per prompt, in a thread         the task's functions, functions that a script passes to
+                                                          `Setup` or `Collector`, and --reward functions that name
+                                                          `environments` or `rollouts`
+    EpisodeReward    like FunctionReward                  --reward episode, which reads the rewards that episodes gave
     StepReward       once per step, on the main thread    --reward-model (`reward_model`)
 
-A new kind is a subclass of `Reward`.
+Other kinds are subclasses of `Reward`.
 """
 
 import copy
@@ -49,18 +50,18 @@ from minirl.rewards.calls import (
 )
 from minirl.rollouts import Rollout, SampledSequence
 
-EPISODE = "episode"  # in --reward, instead of a file or module: rewards that rollouts give
-# Arguments whose entries are objects of this process: they are neither sent to workers nor copied.
+EPISODE = "episode"  # in --reward, instead of a file or module: the rewards that episodes give
+# Arguments whose entries are live objects of this process, which are neither sent to workers nor copied.
 OBJECT_ARGUMENTS = ("environments", "rollouts")
-MAX_CONCURRENT_CALLS = 256  # calls of an `async def` at a time, in this process or a worker
+MAX_CONCURRENT_CALLS = 256  # concurrent calls of an `async def`, in this process or in a worker
 
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """The rollouts of one prompt, in order of their samples, and what reward functions get of them.
+    """The rollouts of one prompt, in sample order, and the arguments that reward functions get for them.
 
-    Its attributes named in STANDARD_ARGUMENTS and EPISODE_ARGUMENTS are arguments, with one entry per rollout.
-    texts: the completions without special tokens. seed: of the random generators for a `def` in a worker.
+    The attributes named in STANDARD_ARGUMENTS and EPISODE_ARGUMENTS are arguments, with one entry per rollout.
+    texts: the completions without special tokens. seed: seed of the global random generators in a worker's `def` call.
     """
 
     row: Row
@@ -71,12 +72,12 @@ class PromptGroup:
 
     @property
     def prompts(self) -> list[str | Messages]:
-        """The row's prompt."""
+        """The row's prompt, once per rollout."""
         return [self.row.prompt] * len(self.rollouts)
 
     @cached_property
     def completions(self) -> Sequence[str | Messages]:
-        """Texts, or for a chat the messages after the prompt."""
+        """The completions as text, or for chat prompts as the messages after the prompt."""
         if isinstance(self.row.prompt, str):
             return self.texts
         return [completion_messages(rollout, self.tokenizer) for rollout in self.rollouts]
@@ -88,16 +89,16 @@ class PromptGroup:
 
     @property
     def environments(self) -> list[Any]:
-        """The objects of --environment."""
+        """The environment object of each rollout (--environment)."""
         return [rollout.episode.environment for rollout in self.rollouts]
 
     @cached_property
     def episodes(self) -> list[dict[str, Any]]:
-        """Facts as JSON values.
+        """One JSON-serializable dict per rollout.
 
         row: prompt, columns and origin. messages: the whole conversation. text, tokens: the completion and its ids.
-        finish_reason. turns: text, num_tokens and finish_reason of each; empty if no episode made the rollout.
-        rewards: by name, all that the episode gave, None for one that does not apply.
+        finish_reason: the rollout's finish reason. turns: text, num_tokens and finish_reason per turn; empty for a
+        rollout without an episode. rewards: all rewards that the episode gave; None where one does not apply.
         """
         row = {"prompt": self.row.prompt, "columns": dict(self.row.columns), "origin": self.row.origin}
         return [
@@ -107,13 +108,13 @@ class PromptGroup:
                 "text": text,
                 "tokens": rollout.completion,
                 "finish_reason": rollout.finish_reason,
-                "turns": self._turns_of(rollout),
+                "turns": self._turn_dicts(rollout),
                 "rewards": dict(rollout.episode.rewards),
             }
             for rollout, text in zip(self.rollouts, self.texts, strict=True)
         ]
 
-    def _turns_of(self, rollout: Rollout) -> list[dict[str, Any]]:
+    def _turn_dicts(self, rollout: Rollout) -> list[dict[str, Any]]:
         branches = {branch.rollout_id.branch: branch for branch in rollout.branches}
         turns = []
         for turn in rollout.episode.turns:
@@ -123,7 +124,7 @@ class PromptGroup:
         return turns
 
     def select_arguments(self, signature: Signature) -> dict[str, Sequence[Any]]:
-        """Return the arguments that a function takes, by name."""
+        """Return the arguments that a function with this signature takes, keyed by name."""
         names = (*STANDARD_ARGUMENTS, *EPISODE_ARGUMENTS)
         columns = self.row.columns.items()
         return {
@@ -132,9 +133,9 @@ class PromptGroup:
         }
 
     def rewards_or_raise(self, name: str, answer: CallResult, *, where: str = "") -> Rewards:
-        """Return the rewards of an answer; raise an error as RewardError, naming the reward and its row.
+        """Return the rewards of a call. Raises RewardError, naming reward and row, if the call failed.
 
-        where: further rows that the call was for.
+        where: text about the call's other rows, appended to the row.
         """
         if isinstance(answer, str):
             raise RewardError(escaped(f"reward {name} for the row at {self.row.origin}{where}: {answer}"))
@@ -142,9 +143,9 @@ class PromptGroup:
 
 
 class Reward(ABC):
-    """A reward of the run: decides when and where its function is called.
+    """A reward of the run; decides when and where its function is called.
 
-    signature: the function's. episode_reward: the name of the episode's own reward that it reads, if it does.
+    signature: the function's signature. episode_reward: name of the reward that it reads from episodes, if any.
     """
 
     signature: Signature
@@ -152,39 +153,39 @@ class Reward(ABC):
 
     @abstractmethod
     def submit(self, name: str, group: PromptGroup) -> Future[Any]:
-        """Begin to reward a group, and return at once. The future gets the rewards, or what `finish` needs.
+        """Submit the call for a group without waiting; return a future for its rewards, or for the input of `finish`.
 
-        name: the reward's, for the RewardError of a call that fails.
+        name: the reward's name, for the RewardError of a failed call.
         """
 
     def finish(self, results: Sequence[Any]) -> Rewards:
-        """Return the rewards of several groups, end to end. results: the results of their futures."""
+        """Return the concatenated rewards of several groups. results: the results of their futures."""
         return list(chain(*results))
 
 
 class FunctionReward(Reward):
-    """A function called in threads of this process: an `async def` for all prompts together, others one by one."""
+    """A function called in threads of this process: an `async def` for all prompts concurrently, a `def` one by one."""
 
     def __init__(self, function: RewardFunction, call_timeout: float | None = None):
-        """call_timeout: the limit (s) of one call, whose thread cannot be ended; None: no limit."""
+        """call_timeout: time limit (s) of one call, whose thread cannot be killed; None: no limit."""
         self.signature = signature_of(function)
         self._function = function
         self._call_timeout = call_timeout
         num_threads = MAX_CONCURRENT_CALLS if self.signature.is_async else 1
-        self._callers = ThreadPoolExecutor(num_threads)
-        self._waiters = ThreadPoolExecutor(num_threads)
+        self._call_threads = ThreadPoolExecutor(num_threads)
+        self._wait_threads = ThreadPoolExecutor(num_threads)
 
     def submit(self, name: str, group: PromptGroup) -> Future[Any]:
-        """Begin to reward a group, in its turn."""
-        return self._waiters.submit(self._call, name, group, group.select_arguments(self.signature))
+        """Queue the call for a group."""
+        return self._wait_threads.submit(self._call, name, group, group.select_arguments(self.signature))
 
     def _call(self, name: str, group: PromptGroup, arguments: Mapping[str, Sequence[Any]]) -> Rewards:
-        """Call the function, with arguments that it may change, and return the rewards. Raises RewardError."""
+        """Call the function with copies of its arguments, and return the rewards. Raises RewardError."""
         copies = {
             argument: list(values) if argument in OBJECT_ARGUMENTS else list(map(copy.deepcopy, values))
             for argument, values in arguments.items()
         }
-        call = self._callers.submit(call_function, self._function, copies, group.texts)
+        call = self._call_threads.submit(call_function, self._function, copies, group.texts)
         answer: CallResult
         try:
             answer = call.result(self._call_timeout)
@@ -194,20 +195,20 @@ class FunctionReward(Reward):
 
 
 class StepReward(Reward):
-    """A function called once per step, on the main thread, for all groups. It must not change its arguments."""
+    """A function called once per step for all groups, on the main thread. It must not modify its arguments."""
 
     def __init__(self, function: RewardFunction):
         self.signature = signature_of(function)
         self.function = function
 
     def submit(self, name: str, group: PromptGroup) -> Future[Any]:
-        """Return a finished future: the group waits for `finish`."""
+        """Return a finished future; `finish` makes the call."""
         future: Future[Any] = Future()
         future.set_result((name, group))
         return future
 
     def finish(self, results: Sequence[tuple[str, PromptGroup]]) -> Rewards:
-        """Call the function, whose exceptions pass through. Raises RewardError for wrong values."""
+        """Call the function, and propagate its exceptions. Raises RewardError for invalid return values."""
         if not results:
             return []
         name, first = results[0]
@@ -215,32 +216,31 @@ class StepReward(Reward):
         arguments = {argument: list(chain(*(call[argument] for call in calls))) for argument in calls[0]}
         texts = list(chain(*(group.texts for _, group in results)))
         answer = validate_rewards(self.function(**arguments), texts)
-        return first.rewards_or_raise(name, answer, where=" and those that follow")
+        return first.rewards_or_raise(name, answer, where=" and the following rows")
 
 
 class EpisodeReward(FunctionReward):
-    """One of an episode's own rewards, None where it does not apply."""
+    """A reward that episodes give themselves; None where it does not apply."""
 
     def __init__(self, episode_reward: str = "reward"):
         """episode_reward: the name in `episode.reward(value, name)`; a returned number is named "reward"."""
 
-        def given(rollouts: Sequence[Rollout]) -> list[float | None]:
+        def read_episode_rewards(rollouts: Sequence[Rollout]) -> list[float | None]:
             return [rollout.episode.rewards.get(episode_reward) for rollout in rollouts]
 
-        super().__init__(given)
+        super().__init__(read_episode_rewards)
         self.episode_reward = episode_reward
 
 
-# A bare function is called as a `FunctionReward`.
+# A bare function becomes a `FunctionReward`.
 RewardLike = Reward | RewardFunction
 
 
 def overlong_penalty(*, limit: int, buffer: float) -> RewardFunction:
-    """A reward function that penalises long completions.
+    """Return DAPO's soft overlong punishment (arXiv:2503.14476 eq. 13) as a reward function.
 
-    The reward is 0 up to `limit - buffer` tokens, then falls linearly to -1 at `limit` tokens and stays
-    there. DAPO's soft overlong punishment, arXiv:2503.14476 eq. 13. `limit` is that of a branch: the reward is the sum
-    of a rollout's branches.
+    The penalty of a branch is 0 up to `limit - buffer` tokens, falls linearly to -1 at `limit` tokens and stays there.
+    The reward is the sum over the rollout's branches.
     """
 
     def penalty(branch: SampledSequence) -> float:
@@ -255,23 +255,23 @@ def overlong_penalty(*, limit: int, buffer: float) -> RewardFunction:
 def rewards_and_weights(
     rewards: Mapping[str, RewardLike], weights: Sequence[float], *, logged: Mapping[str, RewardLike]
 ) -> tuple[dict[str, RewardLike], Tensor]:
-    """Return all K rewards, those to train on before those only `logged`, and their weights fp64 [K].
+    """Return all K rewards, trained ones before `logged` ones, and their weights fp64 [K].
 
-    Without `weights` each reward to train on weighs 1; those that are only logged weigh 0. Raises InputError if there
-    are not as many weights as rewards to train on.
+    Without `weights`, each trained reward has weight 1. Rewards that are only logged have weight 0. Raises InputError
+    if the number of weights is not the number of trained rewards.
     """
     reward_weights = list(weights) or [1.0] * len(rewards)
     if len(reward_weights) != len(rewards):
         given = " ".join(map(str, weights))
-        raise InputError(f"--reward-weights {given}: the rewards are {', '.join(rewards)}")
+        raise InputError(f"--reward-weights {given}: give one weight for each reward: {', '.join(rewards)}")
     reward_weights += [0.0] * len(logged)
     return {**rewards, **logged}, torch.tensor(reward_weights, dtype=torch.float64)
 
 
 def check_columns(rewards: Mapping[str, Reward], rows: Iterable[Row], *, has_environment: bool) -> None:
-    """Raise InputError, naming row, field and function, if a row lacks a column that a function requires.
+    """Raise InputError, naming row, field and reward, if a row lacks a column that a reward function requires.
 
-    has_environment: whether the run has --environment.
+    has_environment: whether the run uses --environment.
     """
     given = {*STANDARD_ARGUMENTS, *EPISODE_ARGUMENTS} - (set() if has_environment else {"environments"})
     for row in rows:
@@ -279,6 +279,6 @@ def check_columns(rewards: Mapping[str, Reward], rows: Iterable[Row], *, has_env
             missing = {*reward.signature.required} - given - row.columns.keys()
             if missing:
                 raise InputError(
-                    f"{row.origin}: no field {min(missing)!r}, which the reward {name} asks for; only "
+                    f"{row.origin}: no field {min(missing)!r}, which the reward {name} requires; available: "
                     f"{', '.join(sorted(given | row.columns.keys()))}"
                 )

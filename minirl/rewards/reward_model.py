@@ -30,10 +30,10 @@ def load_reward_model(
     template_arguments: Mapping[str, Any] | None = None,
     max_tokens: int,
 ) -> StepReward:
-    """Load a sequence classifier whose score at the last token of prompt and completion is the reward.
+    """Load a sequence classifier; its score at the last token of prompt plus completion is the reward.
 
-    Not collective. Each rank holds a whole replica and runs it on packed microbatches of at most `max_tokens`
-    tokens. `chat` wraps text prompts in the chat template, which gets `template_arguments`, as for the policy. Raises
+    Not collective. Each rank holds a full replica and runs it on packed microbatches of up to `max_tokens` tokens.
+    chat: whether to render text prompts with the chat template and `template_arguments`, as for the policy. Raises
     InputError if the model is not a sequence classifier with one label.
     """
     model = load_replica(folder, dtype=dtype, scalar_head=True)
@@ -51,7 +51,7 @@ def load_reward_model(
         sequences = []
         for prompt, completion in zip(prompts, completions, strict=True):
             ids = tokenizer.encode_with_completion(prompt, completion)
-            # transformers reads a classifier's score at the last token that is not the pad token of config.json.
+            # transformers takes a classifier's score at the last token that is not config.json's pad token.
             while len(ids) > 1 and ids[-1] == ignored_id:
                 del ids[-1]
             sequences.append(ids)
@@ -59,14 +59,15 @@ def load_reward_model(
         longest = max(lengths)
         if longest > max_length:
             raise RewardError(
-                f"--reward-model {folder}: a text of {longest} tokens, {max_length} fit; see --max-new-tokens"
+                f"--reward-model {folder}: a text has {longest} tokens, but at most {max_length} fit; lower "
+                "--max-new-tokens"
             )
 
         tokens = torch.tensor(list(itertools.chain(*sequences)), device=device)
-        # Only the value after each last token matters, not those of single tokens.
+        # No token is in the loss mask, because only the value at the end of each sequence is read.
         infos = independent_sequences(lengths)
         batch = Batch(infos, tokens, loss_mask=torch.zeros_like(tokens, dtype=torch.bool))
-        # Each rank scores its own completions: one rank in the assignment.
+        # Each rank scores its own completions, so the plan has a single rank.
         (microbatches,) = plan_microbatches(infos, num_ranks=1, max_tokens=max_tokens)
         with spent_on("score"):
             batch = scorer.add_streams(batch, microbatches)

@@ -1,4 +1,4 @@
-"""Reward rollouts while others decode: one call of each function per prompt."""
+"""Compute rewards while other rollouts decode, with one call of each function per prompt."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
@@ -17,12 +17,13 @@ from minirl.rollouts import Rollout
 
 @dataclass(frozen=True)
 class RewardedRollouts:
-    """N rollouts of this rank, with their rewards of K functions. All fields have one entry per rollout."""
+    """N rollouts of this rank with their K rewards. All fields have one entry per rollout.
 
-    rollouts: list[Rollout]  # with all branches of each
-    # The completions without special tokens.
+    texts: the completions without special tokens. rewards: fp64 [N, K]; NaN where a reward does not apply.
+    """
+
+    rollouts: list[Rollout]
     texts: list[str]
-    # fp64 [N, K]; NaN where a reward does not apply to the completion
     rewards: Tensor
 
     def __add__(self, other: "RewardedRollouts") -> "RewardedRollouts":
@@ -42,12 +43,12 @@ class RewardedRollouts:
 
 
 class RewardQueue:
-    """Rewards of rollouts, computed while others decode. Not collective.
+    """Computes rewards while other rollouts decode. Not collective.
 
-    A call gets the completions of one prompt in order of their samples, and in a process the seed of the first.
+    Each call gets one prompt's completions in sample order. In a worker it also gets the seed of the first rollout.
 
-    groups: those that nobody has taken, with their calls, by the prompt's ordinal.
-    episode_rewards: the names of the rewards that episodes must give.
+    groups: the groups not taken yet, with their calls, keyed by prompt ordinal.
+    episode_rewards: names of the rewards that episodes must give.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class RewardQueue:
         *,
         call_timeout: float | None = None,
     ):
-        """call_timeout: the limit (s) of one call of a bare function, see `FunctionReward`."""
+        """call_timeout: time limit (s) of one call of a bare function; see `FunctionReward`."""
         self._rewards = {
             name: function if isinstance(function, Reward) else FunctionReward(function, call_timeout)
             for name, function in functions.items()
@@ -70,7 +71,7 @@ class RewardQueue:
         self.groups: dict[int, tuple[PromptGroup, list[Future[Any]]]] = {}
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
-        """Add this rank's rollouts of one prompt, in any order, and begin their calls; never waits."""
+        """Add all rollouts of one prompt, in any order, and submit their reward calls without waiting."""
         rollouts = sorted(rollouts, key=lambda rollout: rollout.rollout_id.sample)
         ordinal = rollouts[0].rollout_id.prompt_ordinal
         tokenizer = self._prompts.tokenizer
@@ -87,35 +88,35 @@ class RewardQueue:
 
     @property
     def is_busy(self) -> bool:
-        """Whether calls are running, or waiting for a process or a thread."""
+        """Whether any call is running or waiting for a free process or thread."""
         return not all(call.done() for call in self._in_flight)
 
     def ready_prompts(self) -> set[int]:
-        """Return the prompts for whose rewards `finish` would not wait."""
+        """Return the ordinals of prompts whose calls have all finished."""
         return {ordinal for ordinal, (_, calls) in self.groups.items() if all(call.done() for call in calls)}
 
     @spent_on("wait_rewards")
     def poll(self, timeout_s: float = 0.0) -> None:
-        """Raise the error of a call that failed, see `finish`. While calls are in flight, wait for one's end."""
-        ended, self._in_flight = wait(self._in_flight, timeout_s, FIRST_COMPLETED)
-        for call in ended:
+        """Wait up to `timeout_s` for an in-flight call to finish. Raises the error of any failed call; see `finish`."""
+        finished, self._in_flight = wait(self._in_flight, timeout_s, FIRST_COMPLETED)
+        for call in finished:
             call.result()
 
     @spent_on("wait_rewards")
     def finish(self, ordinals: Iterable[int]) -> RewardedRollouts:
-        """Take out the N rollouts of these prompts, in order, with their rewards [N, K], for which it waits.
+        """Remove the groups of these prompts, wait for their rewards [N, K], and return the N rollouts in order.
 
         Raises RewardError naming function and row.
         """
         taken = [self.groups.pop(ordinal) for ordinal in ordinals]
         for call in as_completed([call for _, calls in taken for call in calls]):
-            call.result()  # raises at the first error, while other calls are in flight
+            call.result()  # raises the first error without waiting for the other calls
         rollouts = [rollout for group, _ in taken for rollout in group.rollouts]
         columns = [
             reward.finish([calls[k].result() for _, calls in taken])
             for k, reward in enumerate(self._rewards.values())
         ]
-        # NumPy reads None, a reward that does not apply, as NaN.
+        # NumPy converts None, for a reward that does not apply, to NaN.
         rewards = np.array(columns, dtype=np.float64).reshape(len(columns), len(rollouts))
         return RewardedRollouts(
             rollouts=rollouts,

@@ -1,11 +1,10 @@
-"""The program of a process that calls a reward function. Arguments: FILE_OR_MODULE NAME.
+"""The program of a worker process, which calls a reward function. Arguments: FILE_OR_MODULE NAME.
 
-One JSON list per line. A request is [number, arguments, texts, seed], its answer [number, result of `call_function`].
-The
-first answer has no request: it is [LOAD_CALL, the function's `Signature`], or [LOAD_CALL, why it cannot be used]. What
-user code prints goes to stderr.
+The protocol is one JSON list per line. A request is [call id, arguments, texts, seed]; its answer is
+[call id, result of `call_function`]. The first answer has no request: it is [LOAD_CALL, the function's `Signature`], or
+[LOAD_CALL, an error message]. The output of user code goes to stderr.
 
-Standard library only, so that the process starts quickly.
+Imports only the standard library, so that the process starts quickly.
 """
 
 import asyncio
@@ -27,7 +26,7 @@ Send = Callable[[int, Any], None]
 
 
 def main() -> None:
-    """Load the function, then answer calls until the trainer has gone."""
+    """Load the function, then answer calls until the trainer exits."""
     source, name = sys.argv[1:]
     _die_with_trainer()
     requests, send = _take_pipes()
@@ -42,23 +41,23 @@ def main() -> None:
     if signature.is_async:
         asyncio.run(_serve_concurrently(function, requests, send))
     for line in requests:
-        number, arguments, texts, seed = loads(line)
+        call_id, arguments, texts, seed = loads(line)
         _seed_generators(seed)
-        send(number, call_function(function, arguments, texts))
+        send(call_id, call_function(function, arguments, texts))
 
 
 async def _serve_concurrently(function: Callable[..., Any], requests: BinaryIO, send: Send) -> None:
-    """Answer the calls of an `async def`; each begins as soon as it is requested."""
+    """Answer the calls of an `async def` concurrently; start each one as soon as it arrives."""
 
-    async def answer_one(number: int, arguments: Mapping[str, Any], texts: Sequence[str], _: int) -> None:
+    async def answer_one(call_id: int, arguments: Mapping[str, Any], texts: Sequence[str], _: int) -> None:
         try:
             answer = validate_rewards(await function(**arguments), texts)
         except BaseException as error:
             answer = raised_message(error)
-        send(number, answer)
+        send(call_id, answer)
 
     loop = asyncio.get_running_loop()
-    # The reader has its own thread: user code may use up those of the loop.
+    # The reader needs its own thread, because user code may occupy all threads of the loop's executor.
     with ThreadPoolExecutor(1) as reader:
         async with asyncio.TaskGroup() as calls:
             while line := await loop.run_in_executor(reader, requests.readline):
@@ -66,17 +65,17 @@ async def _serve_concurrently(function: Callable[..., Any], requests: BinaryIO, 
 
 
 def _die_with_trainer() -> None:
-    """Fork a process that kills this one, and all that user code starts, when the trainer has gone, however it ended.
+    """Fork a watchdog that kills this process, and everything that user code started, when the trainer exits.
 
-    Stdin tells: only the trainer holds the other end of the pipe. A thread could not tell while user code holds the
-    interpreter's lock. It is not a child of this process, since user code may wait for all of its children.
+    The watchdog polls stdin, because only the trainer holds the other end of that pipe. A thread would be blocked while
+    user code holds the GIL. A double fork detaches the watchdog, because user code may wait for all of its children.
     """
     child_pid = os.fork()
     if child_pid != 0:
         os.waitpid(child_pid, 0)
         return
     if os.fork() == 0:
-        os.closerange(1, 3)  # the trainer must see the end of the answers when this process ends
+        os.closerange(1, 3)  # so that the trainer sees end-of-file when the worker exits
         hangup = select.poll()
         hangup.register(0, 0)
         hangup.poll()
@@ -85,22 +84,22 @@ def _die_with_trainer() -> None:
 
 
 def _take_pipes() -> tuple[BinaryIO, Send]:
-    """Return the requests, and the function that sends an answer. User code gets /dev/null and stderr instead."""
+    """Return the request stream and a function that sends answers. User code gets /dev/null and stderr instead."""
     requests = os.fdopen(os.dup(0), "rb", 1 << 20)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     os.dup2(2, 1)
     sys.stdout = sys.stderr
 
-    def send(number: int, answer: Any) -> None:
-        answers.write(dumps([number, answer]).encode() + b"\n")
+    def send(call_id: int, answer: Any) -> None:
+        answers.write(dumps([call_id, answer]).encode() + b"\n")
         answers.flush()
 
     return requests, send
 
 
 def _seed_generators(seed: int) -> None:
-    """Seed the global random generators that are loaded."""
+    """Seed Python's global random generator, and NumPy's and PyTorch's if they are imported."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
