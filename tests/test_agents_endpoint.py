@@ -261,18 +261,18 @@ def drive(rollout, *turns, while_sampled=at_once):
 # Requests, as JSON, and the refusals.
 REFUSED = {
     "[]": "is not a JSON object",
-    "{}": "messages: expected a list of one or more",
+    "{}": "messages: expected a non-empty list",
     '{"messages": ["hi"]}': "messages[0]: 'hi': expected a message",
     '{"messages": [{"role": "user"}, {"content": "a"}]}': "messages[1]: {'content': 'a'}: expected a message",
     '{"messages": [{"role": "user", "content": 7}]}': "messages[0]: content is 7; only text",
     '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}': "}]; only text content",
     '{"messages": [{"role": "user", "tool_calls": [{"function": {"name": "f"}}]}]}': "only function calls",
-    r'{"messages": [{"role": "user", "content": "\ud800"}]}': "half a surrogate pair is not text",
-    '{"messages": [{"role": "assistant", "content": "so"}]}': "whose turn the model samples",
-    '{"n": 2}': "n: only 1 is possible here; leave it out",
-    '{"response_format": {"type": "json_object"}}': "response_format: only {'type': 'text'} is possible",
-    '{"tool_choice": "required"}': "tool_choice: only 'auto' is possible here",
-    '{"messages": [{"role": "user"}], "stop": 3}': "stop: expected text or a list of texts",
+    r'{"messages": [{"role": "user", "content": "\ud800"}]}': "half a surrogate pair is not valid text",
+    '{"messages": [{"role": "assistant", "content": "so"}]}': "end with a user or tool message",
+    '{"n": 2}': "n: only 1 is supported; leave it out",
+    '{"response_format": {"type": "json_object"}}': "response_format: only {'type': 'text'} is supported",
+    '{"tool_choice": "required"}': "tool_choice: only 'auto' is supported",
+    '{"messages": [{"role": "user"}], "stop": 3}': "stop: expected a string or a list of strings",
     '{"messages": [{"role": "user"}], "tools": 3}': "tools: 3: expected a list",
 }
 
@@ -290,11 +290,15 @@ def test_row_60_a_request_that_cannot_be_honoured_is_refused_by_its_field(capfd)
 def test_row_60_what_is_refused_is_no_turn_shows_no_traceback_and_the_episode_goes_on(caplog):
     """The answer says why, in OpenAI's form. What is no HTTP ends its connection."""
     refused = [
-        ({"messages": [HI], "n": 2}, 400, "n: only 1 is possible here"),
-        ({"data": "["}, 400, "the request is not JSON"),
+        ({"messages": [HI], "n": 2}, 400, "n: only 1 is supported"),
+        ({"data": "["}, 400, "the request is not valid JSON"),
         ({"data": "x" * 5_000_000}, 413, "Maximum request body size 4194304 exceeded"),
-        ({"path": "completions"}, 404, "POST completions: there are only GET models and POST chat"),
-        ({"messages": [HI], "max_tokens": 0}, 400, "generate(max_tokens=0): must be at least 1"),
+        ({"path": "completions"}, 404, "POST completions: unknown route; use GET models or POST chat"),
+        (
+            {"messages": [HI], "max_tokens": 0},
+            400,
+            "generate(max_tokens=0): must be an integer of at least 1",
+        ),
     ]
 
     @serve
@@ -328,7 +332,7 @@ def test_row_60_a_flood_of_requests_is_refused_and_those_that_wait_end_with_the_
 
     assert len(drive(agent, while_sampled=lambda: at_least(36, answers))) == 1
     assert {status for status, _ in answers} == {429}
-    assert answers[0][1]["error"]["message"] == "64 requests of the episode are waiting already"
+    assert answers[0][1]["error"]["message"] == "the episode already has 64 pending requests (the maximum)"
 
 
 def test_row_60_what_a_client_hung_up_on_is_not_sampled_and_if_it_was_is_dropped(monkeypatch):
@@ -388,7 +392,7 @@ def test_row_60_an_episode_that_ends_ends_its_agent_and_what_that_started(tmp_pa
     drive(threaded)
     drive(starting, while_sampled=started)
     until(lambda: len(seen) == 2)
-    assert seen == ["the episode ended", "no episode has this URL: it ended, or never existed"]
+    assert seen == ["the episode has ended", "no episode has this URL: it has ended or never existed"]
     until(lambda: not is_alive(int(pid.read_text())))
 
 
@@ -436,7 +440,7 @@ FAILS = {
     "silent_thread": "after turn 1: took more than 60 s; see --call-timeout",
     "exits": r"after turn 1: raised\n(.|\n)*mine.py(.|\n)*SystemExit\(3\)",
     "stops": r"after turn 1: raised\n(.|\n)*StopIteration",
-    "starts_a_command": r"before its first turn: raised\n(.|\n)*RuntimeError: sh ended with exit code 3",
+    "starts_a_command": r"before its first turn: raised\n(.|\n)*RuntimeError: sh exited with code 3",
 }
 
 

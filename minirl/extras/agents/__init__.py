@@ -1,1 +1,1 @@
-"""Programs and environments that were not written for minirl. Other runs import nothing here."""
+"""Run agents, tools and environments that were not written for minirl. Only their runs import this package."""

@@ -1,4 +1,4 @@
-"""Agents that own their loop: each episode has a URL on this machine that speaks OpenAI's protocol.
+"""Agents with their own loop: each episode serves OpenAI's chat completions at a local URL.
 
     @serve
     async def agent(url, episode):
@@ -7,7 +7,7 @@
         return 1.0
 
 is a rollout function, for `--rollout`. Each request of the agent is a turn of its episode. A request that continues a
-branch appends to its tokens, so that sampled tokens are never tokenized again; any other request begins a branch.
+branch only appends tokens, so that sampled tokens are never retokenized. Any other request begins a new branch.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from minirl.extras.agents.openai_format import (
 from minirl.extras.agents.server import Server
 from minirl.extras.agents.threads import run_in_thread
 
-# The most requests of an episode that wait for their turns.
+# Maximum number of pending requests per episode.
 MAX_PENDING = 64
 
 SERVER = Server()
@@ -42,21 +42,21 @@ Completion = dict[str, Any]
 
 
 def serve(agent: Callable[[str, Episode], Any]) -> RolloutFunction:
-    """The rollout function of an agent that asks for turns at a URL.
+    """Return a rollout function that runs an agent against the episode's URL.
 
-    agent: takes the URL and the episode; returns the reward, or rewards by name. An `async def`, or a blocking
-    function, which gets a thread.
+    agent: takes the URL and the episode; returns a reward, or a dict of rewards. It is an `async def`, or a blocking
+    function, which runs in a thread.
 
-    Order: requests of an episode wait for each other. A turn whose client hangs up is not trained on.
-    End: when the episode ends, an `async def` is cancelled, a command is killed, and requests of a thread fail.
-    Limits: requests of 4 MB, 64 waiting requests an episode.
+    Order: an episode's requests run one at a time. A turn is not trained on if its client disconnects.
+    End: when the episode ends, an `async def` is cancelled, a command is killed, and a thread's requests fail.
+    Limits: 4 MB per request, 64 pending requests per episode.
     """
 
     @functools.wraps(agent)
     async def rollout(episode: Episode) -> Any:
         refuse(
             not episode.is_chat,
-            "an agent at a URL sends messages, and the run's prompts are text: add --chat",
+            "an agent at a URL sends messages, but the run's prompts are text: add --chat",
         )
         async with Endpoint(episode) as url:
             if inspect.iscoroutinefunction(agent):
@@ -67,10 +67,10 @@ def serve(agent: Callable[[str, Episode], Any]) -> RolloutFunction:
 
 
 async def run_program(url: str, *command: str, text: str = "") -> str:
-    """Run a command with the URL in OPENAI_BASE_URL and `text` as its input; return what it prints.
+    """Run a command with the URL in OPENAI_BASE_URL and `text` on stdin; return its stdout.
 
-    Its stderr is the run's. Raises RuntimeError unless its exit code is 0. If the episode ends first, the command is
-    killed.
+    Its stderr goes to the run's stderr. If the episode ends first, the command is killed. Raises RuntimeError for a
+    non-zero exit code.
     """
     environment = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": "-"}
     pipe = asyncio.subprocess.PIPE
@@ -81,21 +81,21 @@ async def run_program(url: str, *command: str, text: str = "") -> str:
         if process.returncode is None:
             process.kill()
     if process.returncode != 0:
-        raise RuntimeError(f"{command[0]} ended with exit code {process.returncode}")
+        raise RuntimeError(f"{command[0]} exited with code {process.returncode}")
     return output.decode(errors="replace")
 
 
 class Endpoint:
-    """The requests of an episode's agent. `async with` gives the URL, and answers each with a turn until it ends."""
+    """Serves the requests of one episode's agent. `async with` opens the URL and answers requests until it exits."""
 
     def __init__(self, episode: Episode):
         prompt = [read_client_message(message, "prompt") for message in as_messages(episode.row.prompt)]
         self._episode = episode
-        # The messages so far of each branch, as the agent knows them: `read_client_message` returned them.
-        self._said: dict[Branch, Messages] = {episode.branches[0]: prompt}
-        # Requests wait for each other, in order of arrival. A turn goes on without its client.
-        self._is_free = asyncio.Lock()
-        self._answering: dict[asyncio.Future[Completion], asyncio.Task[None]] = {}
+        # The messages of each branch so far, as the agent sees them: normalized by `read_client_message`.
+        self._branch_messages: dict[Branch, Messages] = {episode.branches[0]: prompt}
+        # Requests run one at a time, in order of arrival. A turn is sampled to its end even if its client disconnects.
+        self._turn_lock = asyncio.Lock()
+        self._answer_tasks: dict[asyncio.Future[Completion], asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> str:
         self._url = await SERVER.open(self._handle)
@@ -103,25 +103,27 @@ class Endpoint:
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         SERVER.close(self._url)
-        for answered, answering in self._answering.items():
-            if not answered.done():
-                answered.set_exception(web.HTTPGone(text="the episode ended"))
+        for answer, task in self._answer_tasks.items():
+            if not answer.done():
+                answer.set_exception(web.HTTPGone(text="the episode has ended"))
             if kind is asyncio.CancelledError:
-                # The episode reached a limit: the present turn is not sampled.
-                answering.cancel()
-        await asyncio.gather(*self._answering.values(), return_exceptions=True)
+                # The episode reached a limit, so the current turn will never be sampled.
+                task.cancel()
+        await asyncio.gather(*self._answer_tasks.values(), return_exceptions=True)
 
     async def _handle(self, fields: Any) -> web.Response:
-        """Answer a request of the agent. Raises InputError and HTTPException."""
+        """Answer one of the agent's requests. Raises InputError and HTTPException."""
         request = read_request(fields, self._episode)
-        if len(self._answering) >= MAX_PENDING:
-            raise web.HTTPTooManyRequests(text=f"{MAX_PENDING} requests of the episode are waiting already")
-        answered: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        answering = asyncio.create_task(self._answer(request, answered))
-        self._answering[answered] = answering
-        answering.add_done_callback(lambda _: self._answering.pop(answered))
-        completion = await answered
-        # As JSON: a name may be anything.
+        if len(self._answer_tasks) >= MAX_PENDING:
+            raise web.HTTPTooManyRequests(
+                text=f"the episode already has {MAX_PENDING} pending requests (the maximum)"
+            )
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(self._answer(request, answer))
+        self._answer_tasks[answer] = task
+        task.add_done_callback(lambda _: self._answer_tasks.pop(answer))
+        completion = await answer
+        # JSON escapes the field names, which may contain any characters.
         headers = {"x-minirl-ignored": json.dumps(request.ignored)}
         if request.fields.get("stream"):
             return web.Response(
@@ -129,52 +131,52 @@ class Endpoint:
             )
         return web.json_response(completion, headers=headers)
 
-    async def _answer(self, request: ChatRequest, answered: "asyncio.Future[Completion]") -> None:
-        """Answer a request in its turn, unless its client has hung up."""
-        async with self._is_free:
-            if answered.done():
+    async def _answer(self, request: ChatRequest, answer: "asyncio.Future[Completion]") -> None:
+        """Answer a request once earlier requests are done, unless its client has disconnected by then."""
+        async with self._turn_lock:
+            if answer.done():
                 return
             try:
-                await self._sample(request, answered)
+                await self._sample(request, answer)
             except Exception as error:
-                if not answered.done():
-                    answered.set_exception(error)
+                if not answer.done():
+                    answer.set_exception(error)
 
-    async def _sample(self, request: ChatRequest, answered: "asyncio.Future[Completion]") -> None:
-        """Sample the turn that a request asks for. Raises InputError and HTTPException."""
-        branch = self._find(request)
+    async def _sample(self, request: ChatRequest, answer: "asyncio.Future[Completion]") -> None:
+        """Sample the turn for a request and set its answer. Raises InputError and HTTPException."""
+        branch = self._find_branch(request)
         if branch.remaining_tokens < 1:
-            message = "the episode has no room for another token; see --max-new-tokens"
-            raise web.HTTPBadRequest(text=message, reason="context_length_exceeded")
-        after = request.messages[len(self._said[branch]) :] or None
+            text = "no room for another token in the episode; see --max-new-tokens"
+            raise web.HTTPBadRequest(text=text, reason="context_length_exceeded")
+        after = request.messages[len(self._branch_messages[branch]) :] or None
         turn = await branch.generate(after=after, stop=request.stop, max_tokens=request.max_tokens)
-        if answered.done():
-            # Its client hung up: the turn is no part of the rollout, and none follows it.
+        if answer.done():
+            # The client disconnected, so the turn leaves the rollout and its branch cannot continue.
             drop_last_turn(branch)
-            del self._said[branch]
+            del self._branch_messages[branch]
             return
         completion = chat_completion(turn, branch, request)
-        answer = read_client_message(completion["choices"][0]["message"], "answer")
-        self._said[branch] = [*request.messages, answer]
-        answered.set_result(completion)
+        message = read_client_message(completion["choices"][0]["message"], "answer")
+        self._branch_messages[branch] = [*request.messages, message]
+        answer.set_result(completion)
 
-    def _find(self, request: ChatRequest) -> Branch:
-        """Return the longest conversation that a request continues, or a new one."""
-        continued: dict[int, Branch] = {}
-        for branch, said in self._said.items():
-            is_same = request.messages[: len(said)] == said and request.tools == branch.tools
-            # The first turn answers the prompt unchanged, and later ones answer new messages.
-            if is_same and (len(request.messages) > len(said)) == bool(branch.turns):
-                continued.setdefault(len(said), branch)
-        if continued:
-            return continued[max(continued)]
+    def _find_branch(self, request: ChatRequest) -> Branch:
+        """Return the branch with the longest conversation that the request continues, or begin a new branch."""
+        candidates: dict[int, Branch] = {}
+        for branch, messages in self._branch_messages.items():
+            is_prefix = request.messages[: len(messages)] == messages and request.tools == branch.tools
+            # A branch's first turn answers its prompt unchanged; every later turn answers new messages.
+            if is_prefix and (len(request.messages) > len(messages)) == bool(branch.turns):
+                candidates.setdefault(len(messages), branch)
+        if candidates:
+            return candidates[max(candidates)]
         branch = self._episode.branch(request.messages, tools=request.tools)
-        self._said[branch] = request.messages
+        self._branch_messages[branch] = request.messages
         return branch
 
 
 def drop_last_turn(branch: Branch) -> None:
-    """Remove a branch's last turn, which reached nobody, from the rollout. No turn may follow it."""
+    """Remove a branch's last turn, which no client received, from the rollout. The branch cannot continue then."""
     branch.turns.pop()
     if branch.turns:
         sequence = branch.engine_tokens.sequence

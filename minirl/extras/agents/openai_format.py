@@ -1,4 +1,4 @@
-"""Requests for chat completions in OpenAI's format, and their answers."""
+"""Parse chat completion requests in OpenAI's format, and format the responses."""
 
 import contextlib
 import functools
@@ -11,8 +11,8 @@ from minirl.episodes.episode import Branch, Episode, Turn
 from minirl.errors import InputError, refuse
 from minirl.ranks.process_group import print0
 
-# Fields that an agent relies on and that are not supported, with the values that ask for nothing.
-_ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
+# Unsupported fields that an agent would rely on, with the values that have no effect and are therefore accepted.
+_ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
@@ -20,8 +20,8 @@ _ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "functions": ([],),
 }
-# All other fields are ignored: the run alone decides how it samples.
-_READ_FIELDS = set(
+# All other fields are ignored, because only the run's flags control sampling.
+_SUPPORTED_FIELDS = set(
     "messages tools stop max_tokens max_completion_tokens stream stream_options return_token_ids "
     "model user metadata store".split()
 )
@@ -29,10 +29,10 @@ _READ_FIELDS = set(
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A request for a chat completion.
+    """A chat completion request.
 
-    messages: as `read_message` returns them. tools: JSON schemas. stop: strings that end the turn. max_tokens: the most
-    tokens to sample. fields: the given fields that are not None. ignored: the names of fields without effect.
+    messages: messages as `read_message` returns them. tools: JSON schemas. stop: strings that end the turn. max_tokens:
+    maximum number of tokens to sample. fields: all fields that are not None. ignored: names of the ignored fields.
     """
 
     messages: Messages
@@ -44,30 +44,30 @@ class ChatRequest:
 
 
 def read_request(given: Any, episode: Episode) -> ChatRequest:
-    """Read a request from JSON. Raises InputError naming the field that cannot be honoured or read."""
+    """Parse a request from JSON. Raises InputError naming an invalid or unsupported field."""
     refuse(not isinstance(given, dict), "the request is not a JSON object")
     fields = {key: value for key, value in given.items() if value is not None}
-    for key, values in _ALLOWED_VALUES.items():
+    for key, values in _ACCEPTED_VALUES.items():
         refuse(
             fields.get(key, values[0]) not in values,
-            f"{key}: only {values[0]!r} is possible here; leave it out",
+            f"{key}: only {values[0]!r} is supported; leave it out",
         )
     messages: Any = fields.get("messages")
-    refuse(not isinstance(messages, list) or not messages, "messages: expected a list of one or more")
+    refuse(not isinstance(messages, list) or not messages, "messages: expected a non-empty list")
     read = [read_client_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     refuse(
         read[-1]["role"] == "assistant",
-        "messages: the last one is the assistant's, whose turn the model samples",
+        "messages: the last message is the assistant's; end with a user or tool message",
     )
     stop = fields.get("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
-    refuse(not isinstance(stop, list), "stop: expected text or a list of texts")
+    refuse(not isinstance(stop, list), "stop: expected a string or a list of strings")
     tools = tool_schemas(fields.get("tools", [])) or episode.tools or []
     try:
         check_text([read, tools])
     except (ValueError, RecursionError):
-        raise InputError("messages, tools: half a surrogate pair is not text") from None
-    ignored = sorted(fields.keys() - _READ_FIELDS - _ALLOWED_VALUES.keys())
+        raise InputError("messages, tools: half a surrogate pair is not valid text") from None
+    ignored = sorted(fields.keys() - _SUPPORTED_FIELDS - _ACCEPTED_VALUES.keys())
     for key in ignored:
         _note_ignored(key)
     max_tokens = fields.get("max_completion_tokens", fields.get("max_tokens"))
@@ -75,7 +75,7 @@ def read_request(given: Any, episode: Episode) -> ChatRequest:
 
 
 def read_client_message(message: Any, origin: str) -> dict[str, Any]:
-    """Return a message as `read_message` does, without the fields of answers that agents may not send back."""
+    """Return a message as `read_message` does, without answer fields that agents may not send back."""
     read = read_message(message, origin)
     return {
         key: read[key] for key in ("role", "content", "name", "tool_call_id", "tool_calls") if key in read
@@ -84,18 +84,20 @@ def read_client_message(message: Any, origin: str) -> dict[str, Any]:
 
 @functools.cache
 def _note_ignored(key: str) -> None:
-    """Print once that a field has no effect."""
-    print0(f"note: an agent's request sets {key!a:.80}, which has no effect: the run's flags decide")
+    """Note once that a field is ignored."""
+    print0(
+        f"note: an agent's request sets {key!a:.80}, which has no effect: the run's flags control sampling"
+    )
 
 
-def _message(turn: Turn, request: ChatRequest) -> dict[str, Any]:
-    """Return a turn as a message for its agent, with the arguments of calls as JSON text.
+def _assistant_message(turn: Turn, request: ChatRequest) -> dict[str, Any]:
+    """Return a turn as a message for its agent, with tool-call arguments as JSON text.
 
-    A stop string, and the rest of the token in which it ends, are left out.
+    The content ends before the stop string.
     """
     answer: dict[str, Any] = {"content": turn.text}
     if request.fields.get("tool_choice") != "none":
-        # Without tools the format of calls need not be known.
+        # A model without tools may have no known tool-call format; its message is then plain text.
         with contextlib.suppress(InputError):
             answer = turn.message
     content = answer["content"] or ""
@@ -107,14 +109,14 @@ def _message(turn: Turn, request: ChatRequest) -> dict[str, Any]:
     for i, call in enumerate(answer.get("tool_calls", ())):
         arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         function = {"name": call["function"]["name"], "arguments": arguments}
-        # Some templates take ids of nine letters and digits only.
+        # Some templates accept only ids of exactly nine letters and digits.
         calls.append({"id": f"c{turn.number:05}{i:03}", "type": "function", "function": function})
     return {**message, "tool_calls": calls} if calls else message
 
 
 def chat_completion(turn: Turn, branch: Branch, request: ChatRequest) -> dict[str, Any]:
-    """Return the answer to a request, without `stream`."""
-    message = _message(turn, request)
+    """Return the response to a request, in the format without `stream`."""
+    message = _assistant_message(turn, request)
     is_call = "tool_calls" in message and turn.finish_reason == "stop"
     finish_reason = "tool_calls" if is_call else turn.finish_reason
     choice = {"index": 0, "message": message, "finish_reason": finish_reason}
@@ -138,7 +140,7 @@ def chat_completion(turn: Turn, branch: Branch, request: ChatRequest) -> dict[st
 
 
 def stream_response(completion: dict[str, Any]) -> str:
-    """Return a completion as a stream of events: one event with all of it, and the end of the stream."""
+    """Return a completion as a server-sent event stream: one event with all the content, then the end marker."""
     (choice,) = completion["choices"]
     delta = dict(choice["message"])
     if "tool_calls" in delta:

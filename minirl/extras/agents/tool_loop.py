@@ -1,11 +1,11 @@
-"""The rollouts of --tools and --environment: while a turn calls tools, call them and append their results.
+"""The tool loop of --tools and --environment: while a turn calls tools, run them and append their results.
 
-The conventions are those of TRL's GRPOTrainer (`tools`, `environment_factory`): functions with type hints and
-docstrings, and classes with `reset(**row) -> str | None` and public methods, which are the tools. An object's reward
-comes from its `get_reward()`, or from a reward function that sees it (`environments`).
+The conventions follow TRL's GRPOTrainer (`tools`, `environment_factory`). Tools are functions with type hints and
+docstrings. An environment is a class with `reset(**row) -> str | None`; its other public methods are the tools. Its
+reward comes from its `get_reward()`, or from a reward function with the argument `environments`.
 
-All functions of an episode that are not `async def` run in one thread, in the order of the calls: a connection to a
-database, or a browser, may belong to the thread that opened it.
+All plain functions of an episode run in one thread, in call order, because a database connection or a browser may be
+bound to the thread that opened it.
 """
 
 import asyncio
@@ -25,19 +25,19 @@ from minirl.episodes.episode import Branch, Episode, RolloutFunction
 from minirl.errors import refuse
 from minirl.extras.agents.threads import run_in_thread
 
-# Methods of an environment that the model cannot call.
-OWN_METHODS = ("reset", "get_reward", "close")
+# Public methods of an environment that are not tools.
+RESERVED_METHODS = ("reset", "get_reward", "close")
 
 
 def tools_rollout(tools: Sequence[Callable[..., Any]]) -> UserRollout:
-    """Return the rollout of the functions of --tools. Raises InputError for one without a schema."""
+    """Return the rollout function of --tools. Raises InputError for a tool without a schema."""
     return UserRollout(make_rollout(tools), tool_schemas(tools))
 
 
 def environment_rollout(factory: Callable[[], Any]) -> UserRollout:
-    """Return the rollout of the class of --environment, of which it makes an object to see the methods.
+    """Return the rollout function of --environment. Make one object to inspect its methods.
 
-    Raises InputError. Exceptions of the class pass through.
+    Raises InputError for a class without `reset` and for invalid tools. Propagates exceptions of the class.
     """
     environment = factory()
     refuse(not hasattr(environment, "reset"), f"{factory.__name__} has no method reset(**row)")
@@ -51,17 +51,17 @@ def environment_rollout(factory: Callable[[], Any]) -> UserRollout:
 def make_rollout(
     functions: Sequence[Callable[..., Any]], factory: Callable[[], Any] | None = None
 ) -> RolloutFunction:
-    """The rollout function of tools: functions, or methods of the object that a factory makes for each episode."""
+    """Return a rollout function with these tools, or with the methods of an object made by `factory` per episode."""
 
     async def rollout(episode: Episode) -> None:
         tools = EpisodeTools(functions, factory)
         try:
             branch = await tools.begin(episode)
             turn = await branch.generate()
-            # Without tools the format of calls need not be known.
+            # Without tools, turns are not parsed, so the tool-call format need not be known.
             while tools.by_name and not turn.message.keys().isdisjoint(("tool_calls", "parse_error")):
-                results = await tools.results(turn.message)
-                # Now: if they do not fit, or no further turn is allowed, the episode ends.
+                results = await tools.call_tools(turn.message)
+                # Give the reward first, because `generate` ends the episode at a limit.
                 await tools.give_reward(episode)
                 turn = await branch.generate(after=results)
             if len(branch.turns) == 1:
@@ -73,40 +73,39 @@ def make_rollout(
 
 
 def public_methods(environment: Any) -> list[Callable[..., Any]]:
-    """Return the methods of an environment that the model can call."""
-    # From the class: looking up a property on the object would run it.
+    """Return the environment's tools: its public methods except the reserved ones."""
+    # Inspect the class, because reading a property from the object would run it.
     methods = inspect.getmembers(type(environment), predicate=inspect.isfunction)
-    names = [name for name, _ in methods if name not in OWN_METHODS and not name.startswith("_")]
+    names = [name for name, _ in methods if name not in RESERVED_METHODS and not name.startswith("_")]
     return [getattr(environment, name) for name in names]
 
 
 class EpisodeTools:
-    """The tools of one episode: functions, or the methods of an object that lives as long as the episode.
+    """The tools of one episode: functions, or the methods of its environment object.
 
-    by_name: the functions that the model calls.
+    by_name: the tools, keyed by name.
     """
 
     def __init__(self, functions: Sequence[Callable[..., Any]], factory: Callable[[], Any] | None):
-        """functions: the tools; or factory: makes the object."""
+        """functions: the tools, if there is no `factory`. factory: makes the environment object."""
         self.by_name = {tool.__name__: tool for tool in functions}
         self._factory = factory
         self._environment: Any = None
-        # The reward so far.
-        self._given = 0.0
+        self._total_reward = 0.0
         self._thread = ThreadPoolExecutor(1)
 
     async def begin(self, episode: Episode) -> Branch:
-        """Make the object, and append the text that its `reset` returns to the prompt's last message.
+        """Create and reset the environment, if any; return the branch to sample from.
 
-        Returns the branch to continue.
+        Text that `reset` returns is appended to the prompt's last message.
         """
         if self._factory is None:
             return episode.branches[0]
-        self._environment = episode.environment = await self.value(self._factory)
+        self._environment = episode.environment = await self.run(self._factory)
         self.by_name = {method.__name__: method for method in public_methods(self._environment)}
         messages = as_messages(episode.row.prompt)
         row = copy.deepcopy({**episode.row.columns, "prompt": messages})
-        observation = await self.value(self._environment.reset, **row)
+        observation = await self.run(self._environment.reset, **row)
         if observation is None:
             return episode.branches[0]
         if not isinstance(observation, str):
@@ -114,31 +113,31 @@ class EpisodeTools:
         *others, last = messages
         return episode.branch([*others, {**last, "content": last["content"] + observation}])
 
-    async def results(self, message: Mapping[str, Any]) -> Messages:
-        """Call a turn's tools; returns the results as messages, in order of the calls, one that cannot be read last."""
-        calls = [self._result(call["function"]) for call in message.get("tool_calls", ())]
+    async def call_tools(self, message: Mapping[str, Any]) -> Messages:
+        """Run a message's tool calls; return the result messages in call order. A parse error comes last."""
+        calls = [self._call_tool(call["function"]) for call in message.get("tool_calls", ())]
         results = list(await asyncio.gather(*calls))
         if "parse_error" in message:
-            results.append(_message("unknown", {"error": message["parse_error"]}))
+            results.append(_tool_message("unknown", {"error": message["parse_error"]}))
         return results
 
     async def give_reward(self, episode: Episode) -> None:
-        """Give the object's reward: the last result of `get_reward` counts; None adds nothing."""
+        """Set the episode's reward to the current result of `get_reward`; None leaves it unchanged."""
         if not hasattr(self._environment, "get_reward"):
             return
-        reward = await self.value(self._environment.get_reward)
+        reward = await self.run(self._environment.get_reward)
         if reward is not None:
-            episode.reward(float(reward) - self._given)
-            self._given = float(reward)
+            episode.reward(float(reward) - self._total_reward)
+            self._total_reward = float(reward)
 
     async def close(self) -> None:
-        """Close an object that has a `close`, however the episode ended."""
+        """Call the environment's `close`, if it has one."""
         if hasattr(self._environment, "close"):
-            await self.value(self._environment.close)
+            await self.run(self._environment.close)
         self._thread.shutdown(wait=False)
 
-    async def value(self, function: Callable[..., Any], /, **arguments: Any) -> Any:
-        """Return a function's result, `async` or not. Its arguments may have any name."""
+    async def run(self, function: Callable[..., Any], /, **arguments: Any) -> Any:
+        """Run a function, `async` or not, and return its result. Arguments may have any name."""
         if inspect.iscoroutinefunction(function):
             return await function(**arguments)
         call = functools.partial(function, **arguments)
@@ -146,25 +145,25 @@ class EpisodeTools:
         value = call() if _uses_signals(function) else await run_in_thread(self._thread, call)
         return await value if inspect.isawaitable(value) else value
 
-    async def _result(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `_message` of a call's result; a tool's exception is a result too."""
+    async def _call_tool(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """Run a tool call; return its result, or its exception, as a message."""
         name = str(call.get("name"))
         try:
             if name not in self.by_name:
                 raise ValueError(f"Tool {name} not found.")
-            return _message(name, await self.value(self.by_name[name], **call["arguments"]))
+            return _tool_message(name, await self.run(self.by_name[name], **call["arguments"]))
         except (Exception, SystemExit) as error:
-            return _message(name, {"error": str(error)})
+            return _tool_message(name, {"error": str(error)})
 
 
-def _message(name: str, result: Any) -> dict[str, Any]:
-    """The message of a tool's result, which is text, or a list: reward functions get it as TRL does.
+def _tool_message(name: str, result: Any) -> dict[str, Any]:
+    """Return a tool's result as a message. The content is text or a list, as TRL's reward functions get it.
 
-    Half a surrogate pair becomes "?". Values that JSON lacks become text, in the list too.
+    Half a surrogate pair becomes "?". Values that JSON cannot represent become text, also inside a list.
     """
     content: Any = str(result)
     if isinstance(result, list):
-        # It may have keys of another type, or be in itself.
+        # The list stays text if it is cyclic or contains dicts with keys that JSON does not allow.
         with contextlib.suppress(TypeError, ValueError, RecursionError):
             content = json.loads(
                 json.dumps(result, default=str, ensure_ascii=False).encode("utf-8", "replace")
@@ -175,15 +174,15 @@ def _message(name: str, result: Any) -> dict[str, Any]:
 
 
 def _uses_signals(function: Any) -> bool:
-    """Return whether a function names the module `signal`, or another function that does."""
-    waiting = [getattr(function, "__func__", function)]
-    seen = set()
-    while waiting:
-        function = inspect.unwrap(waiting.pop())
-        if inspect.isfunction(function) and function not in seen:
-            seen.add(function)
-            named = [function.__globals__.get(name) for name in function.__code__.co_names]
-            if any(value is signal or value is signal.signal for value in named):
+    """Return whether a function refers to the `signal` module, directly or through functions that it refers to."""
+    unvisited = [getattr(function, "__func__", function)]
+    visited = set()
+    while unvisited:
+        function = inspect.unwrap(unvisited.pop())
+        if inspect.isfunction(function) and function not in visited:
+            visited.add(function)
+            globals_used = [function.__globals__.get(name) for name in function.__code__.co_names]
+            if any(value is signal or value is signal.signal for value in globals_used):
                 return True
-            waiting += filter(inspect.isfunction, named)
+            unvisited += filter(inspect.isfunction, globals_used)
     return False
