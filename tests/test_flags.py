@@ -96,7 +96,7 @@ REFUSED = [
     ("--model no/such --data one.jsonl --task gsm8k --dry-run", "--model no/such"),
     # shared flags
     ("--model x", "--model needs --data"),
-    ("--dry-run --gpus 8", "--gpus 8: give the number of ranks"),
+    ("--dry-run --gpus 8", "--gpus 8: expected the number of GPUs"),
     ("--dry-run --chat-template-kwargs [1]", "--chat-template-kwargs [1]: "),
     ("--overlong-buffer 4", "--overlong-buffer 4.0: must be a fraction"),
     ("--num-minibatches 129", "--num-minibatches 129: a step has only 128 rollouts"),

@@ -117,7 +117,7 @@ def test_what_a_turn_notes_is_read_as_json_or_refused_when_its_episode_ends():
     assert extra == {"noted": {"a": 0.5, "b": [1], "c": "x", "d": [1.0, 1.0]}}
     noted[(1, 2)] = 3
     with pytest.raises(
-        RolloutError, match=r"row at f:\d+, after turn 1: turn.extra, .* is not valid JSON: keys must be"
+        RolloutError, match=r"row at f:\d+, after turn 1: turn.extra or .* is not valid JSON: keys must be"
     ):
         make_collector(rollout=noting).collect(1)
 

@@ -1,4 +1,4 @@
-"""`--dry-run`: print what a run would read and need, without weights, run folder or process group."""
+"""`--dry-run`: print a run's data, first prompt and memory plan, without weights, run folder or process group."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from minirl.run.embedded_model import CONFIG, save_tokenizer
 from minirl.run.inputs import load_prompts, load_rewards, load_rollout, load_task
 from minirl.run.planning import Machine, plan, this_machine, workload
 
-SHOWN_CHARACTERS = 400  # of a prompt
+SHOWN_CHARACTERS = 400  # maximum length of the printed prompt
 
 
 def print_plan(
@@ -27,10 +27,10 @@ def print_plan(
     tools: Sequence[Tool] = (),
     scalar_head: bool = False,
 ) -> int:
-    """Print the data of the run, its first prompt as the model reads it, and its memory. Not collective.
+    """Print the run's data, its first prompt as the model sees it, and its memory plan; return the exit code.
 
-    Reads data, config.json and tokenizer. The arguments are those of the script's `Setup`. Returns the exit code.
-    Raises InputError, naming the flags to change, for unusable inputs and for a run that does not fit.
+    Not collective. Reads only data, config.json and tokenizer. Takes the same arguments as `Setup`. Raises InputError,
+    naming the flags to change, for invalid inputs and for a run that does not fit into memory.
     """
     user_rollout = load_rollout(config)
     task = load_task(config, has_rewards=rewards is not None)
@@ -66,10 +66,12 @@ def print_plan(
 
 
 def _machine(config: RunConfig) -> Machine:
-    """The machine of --gpus, or this one. Raises InputError."""
+    """Return the machine that --gpus describes, by default this one. Raises InputError for an invalid --gpus."""
     if config.gpus is None:
         return this_machine(select_device(may_use_cpu=config.is_embedded))
     found = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5}(?:\.\d+)?)", config.gpus, re.ASCII)
     if not found:
-        raise InputError(f"--gpus {config.gpus}: give the number of ranks and GB of each, as 8x80")
+        raise InputError(
+            f"--gpus {config.gpus}: expected the number of GPUs and the GB of memory per GPU, such as 8x80"
+        )
     return Machine("cuda", int(found[1]), float(found[2]) * 1e9)

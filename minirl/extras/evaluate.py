@@ -1,10 +1,10 @@
-"""Evaluate a model on rows of data, on any number of ranks.
+"""Evaluate a model on a data set, on any number of ranks.
 
     python -m minirl.extras.evaluate --model DIR --task gsm8k --data test.jsonl --samples 8 --temperature 0.8
 
-Prompts, rollouts and rewards are those of a training run with these flags; for `--model RUN` the run's own are the
-defaults. The result is one JSON object, on stdout and in evaluation.json in the folder of --run-name, beside the
-rollouts; all other output goes to stderr.
+Prompts, rollouts and rewards are the same as in a training run with these flags. With `--model RUN`, the flags default
+to the run's. The result is one JSON object, printed to stdout and saved as evaluation.json in the folder of --run-name,
+which also gets the rollouts. All other output goes to stderr.
 """
 
 import contextlib
@@ -43,13 +43,13 @@ from minirl.run.flags import parse, peek_flag
 from minirl.run.run_folder import find_run
 from minirl.run.setup import Setup
 
-# The flags of a run that its evaluation repeats, and all flags of an evaluation.
-OF_RUN = (
+# The flags whose defaults come from the evaluated run, and all flags of an evaluation.
+RUN_FLAGS = (
     "task eval_data chat chat_template_kwargs max_new_tokens rollout tools environment workers call_timeout reward "
     "reward_model reward_weights overlong_buffer"
 ).split()
 FLAGS = (
-    *OF_RUN,
+    *RUN_FLAGS,
     *"model data eval_rows eval_samples temperature top_k top_p max_turns cache_tokens".split(),
     *"run_name seed dtype hang_timeout".split(),
 )
@@ -58,29 +58,29 @@ NUM_RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class Config(RunConfig):
-    """The flags of an evaluation; those of training have their defaults."""
+    """The flags of an evaluation; training flags keep their defaults."""
 
     model: str | None = None
-    """[Model and data] Hugging Face folder or hub id, or a run, for its newest checkpoint (default: a tiny embedded
-    model)"""
-    data: str | None = None  # prompts, unless there is --eval-data: a file or dataset, as a script's --data
+    """[Model and data] Hugging Face folder, hub id, or run, whose newest checkpoint is evaluated (default: a tiny
+    embedded model)"""
+    data: str | None = None  # file or dataset with the prompts to evaluate; --eval-data takes precedence
     eval_rows: int = 10**9  # [Evaluation] maximum number of rows per file
     eval_samples: Annotated[int, tyro.conf.arg(aliases=["--samples"])] = 0
-    """completions per row, sampled at --temperature (0: one, greedy)"""
-    top_k: int = 0  # number of likeliest tokens to sample among, at most 256; 0 disables
-    top_p: float = 1.0  # probability that the likeliest tokens to sample among hold, out of the --top-k
+    """sampled completions per row, at --temperature; 0 takes one greedy completion"""
+    top_k: int = 0  # number of most likely tokens to sample from, at most 256; 0 disables
+    top_p: float = 1.0  # nucleus sampling: cumulative probability of the kept tokens, within --top-k
 
     trains = False
 
 
 def find_model(model: str) -> tuple[str, dict[str, Any]]:
-    """The folder of --model, of a run its newest checkpoint, with the run's args.json; {} for a model of no run.
+    """Return the folder that --model names, and the args.json of its run, {} if it belongs to no run.
 
-    Raises InputError if the run has no checkpoint.
+    If --model names a run, the folder is its newest checkpoint. Raises InputError if the run has no checkpoint.
     """
     folder = Path(model).resolve()
     args = folder.parent.parent / "args.json"
-    # A checkpoint that was copied elsewhere is a model of no run.
+    # A checkpoint that was copied elsewhere belongs to no run.
     if args.is_file() and folder in checkpoints_in(args.parent):
         return model, read_json_object(args)
     if os.path.isfile(folder / "config.json"):
@@ -90,43 +90,43 @@ def find_model(model: str) -> tuple[str, dict[str, Any]]:
     except InputError:  # a hub id
         return model, {}
     checkpoints = checkpoints_in(run)
-    refuse(not checkpoints, f"--model {model}: the run {run} has no checkpoint")
+    refuse(not checkpoints, f"--model {model}: the run {run} has no checkpoint yet")
     return str(checkpoints[-1]), read_json_object(run / "args.json")
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> Config:
-    """The config of the command line (or of `arguments`), with the defaults of the run that --model names."""
+    """Parse the command line (or `arguments`), with defaults from the run that --model names."""
     model = peek_flag("model", arguments)
     folder, args = find_model(model) if model else (None, {})
     if peek_flag("data", arguments):
         args["eval_data"] = []
-    defaults = {name: tuple(v) if isinstance(v, list) else v for name, v in args.items() if name in OF_RUN}
+    defaults = {name: tuple(v) if isinstance(v, list) else v for name, v in args.items() if name in RUN_FLAGS}
     config = parse(Config, description=__doc__ or "", defaults=defaults, names=FLAGS, arguments=arguments)
     return dataclasses.replace(config, model=folder)
 
 
 @functools.cache
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The probability that one of k samples is correct, drawn without replacement (arXiv:2107.03374 eq. 1)."""
-    # Of integers, which do not overflow: Python rounds their quotient once.
+    """Return the probability that any of k samples, drawn without replacement, is correct (arXiv:2107.03374 eq. 1)."""
+    # The binomials are exact integers, which do not overflow; only their quotient is rounded.
     num_subsets = math.comb(num_samples, k)
     return (num_subsets - math.comb(num_samples - num_correct, k)) / num_subsets
 
 
 def majority(answers: Sequence[Any], is_correct: Sequence[bool]) -> float:
-    """The share of correct samples among those with the most frequent answer, or answers; None does not count."""
+    """Return the fraction of correct samples among the samples with a most frequent answer; None is not an answer."""
     winners = multimode(answer for answer in answers if answer is not None)
-    voted = [right for answer, right in zip(answers, is_correct, strict=True) if answer in winners]
-    return fmean(voted) if voted else 0.0
+    votes = [right for answer, right in zip(answers, is_correct, strict=True) if answer in winners]
+    return fmean(votes) if votes else 0.0
 
 
 def values_by_prompt(
     records: Iterable[Record], task: Task, weights: Mapping[str, float]
 ) -> dict[str, list[float]]:
-    """For each metric its values, one for each prompt that has one. Not collective.
+    """Return each metric's values, one for each prompt that has the metric. Not collective.
 
-    records: all ranks' completions. weights: those of the rewards in `reward`; the positive ones are of the judges for
-    `prompt_metrics`, if these are all 0 or 1.
+    records: all ranks' completions. weights: weights of the rewards. If all rewards with a positive weight are 0 or 1,
+    these tell `prompt_metrics` which completions are correct.
     """
     values = defaultdict(list)
     in_order = sorted(records, key=lambda record: record["id"])
@@ -146,9 +146,10 @@ def values_by_prompt(
 def prompt_metrics(
     samples: Sequence[Record], task: Task, correctness_rewards: Sequence[str]
 ) -> dict[str, float]:
-    """The mean length and share cut off of a prompt's samples; with judges also pass@k and the majority vote.
+    """Return the mean length and truncated fraction of a prompt's samples, and pass@k and majority vote if defined.
 
-    correctness_rewards: rewards of 0 and 1. A completion is correct if all that apply are 1.
+    correctness_rewards: names of rewards that are 0 or 1; without them, only lengths are measured. A completion is
+    correct if all its applicable correctness rewards are 1.
     """
     numbers = {
         "eval/len_mean": fmean([sample["num_tokens"] for sample in samples]),
@@ -167,7 +168,7 @@ def prompt_metrics(
 
 
 def bootstrap_interval(values: Sequence[float], *, seed: int) -> tuple[float, float]:
-    """The 95 % interval of the mean of these values: percentiles of the means of resampled values."""
+    """Return the 95% bootstrap interval of the mean: percentiles of the means of resampled values."""
     generator = random.Random(seed)
     means = [fmean(generator.choices(values, k=len(values))) for _ in range(NUM_RESAMPLES)]
     low, *_, high = quantiles(means, n=40, method="inclusive")
@@ -175,7 +176,7 @@ def bootstrap_interval(values: Sequence[float], *, seed: int) -> tuple[float, fl
 
 
 def evaluation_result(setup: Setup, records: Iterable[Record], truncation: Truncation) -> dict[str, Any]:
-    """The JSON of an evaluation. records: those of all prompts. truncation: that they were sampled with."""
+    """Return the JSON result. records: the records of all prompts. truncation: their top-k and top-p."""
     config = setup.config
     weights = dict(zip(setup.reward_functions, setup.eval_reward_weights.tolist(), strict=True))
     scores: dict[str, Any] = {}
@@ -194,7 +195,7 @@ def evaluation_result(setup: Setup, records: Iterable[Record], truncation: Trunc
 
 
 def evaluate(config: Config) -> dict[str, Any]:
-    """Evaluate all held-out prompts; returns the JSON on rank 0, else {} (collective)."""
+    """Evaluate all held-out prompts; return the JSON result on rank 0 and {} elsewhere (collective)."""
     setup = Setup(config, name="eval")
     setup.print_start()
     folder = setup.folder.path
@@ -213,18 +214,16 @@ def evaluate(config: Config) -> dict[str, Any]:
 
 
 def main(config: Config) -> int:
-    """Evaluate and print the JSON; returns the exit code. Every rank runs it."""
+    """Evaluate and print the JSON result; return the exit code. Every rank runs it."""
     files = config.eval_data or tuple(filter(None, [config.data]))
-    # No other rows are read, as nothing is trained on them.
+    # `data` is one of the evaluated files, because an evaluation needs no training rows.
     config = dataclasses.replace(config, data=next(iter(files), None), eval_data=files)
     check_shared(config)
-    refuse(
-        not 0 <= config.top_k <= MAX_TOP_K, f"--top-k {config.top_k}: must be a number from 0 to {MAX_TOP_K}"
-    )
+    refuse(not 0 <= config.top_k <= MAX_TOP_K, f"--top-k {config.top_k}: must be between 0 and {MAX_TOP_K}")
     refuse(
         not (0 < config.top_p < 1 and config.top_k) and config.top_p != 1,
-        f"--top-p {config.top_p}: must be greater than 0 and at most 1; below 1 it needs --top-k, which bounds the "
-        f"tokens that are sorted; add --top-k {MAX_TOP_K}, the most",
+        f"--top-p {config.top_p}: must be greater than 0 and at most 1, and a value below 1 requires --top-k, which "
+        f"limits the tokens to sort; add --top-k {MAX_TOP_K} (the maximum)",
     )
     with contextlib.redirect_stdout(sys.stderr):
         result = evaluate(config)

@@ -1,8 +1,8 @@
-"""Draw runs into one picture: `python -m minirl.extras.plot RUN [RUN ...]`.
+"""Plot one or more runs: `python -m minirl.extras.plot RUN [RUN ...]`.
 
-RUN is a run's folder, or its name in ./runs or $MINIRL_RUNS. The numbers come from metrics.jsonl: reward with held-out
-scores, entropy, KL, lengths, the gap between sampled and training logprobs, and the seconds of a step by cause. Needs
-matplotlib: pip install -e '.[plot]'.
+RUN is a run's folder, or its name in ./runs or $MINIRL_RUNS. The values come from metrics.jsonl: training and held-out
+reward, entropy, KL, completion length, the gap between sampling and training logprobs, and the time breakdown of a
+step. Requires matplotlib: pip install -e '.[plot]'.
 """
 
 import math
@@ -28,13 +28,13 @@ METRICS = (
     "len/mean",
     "policy/logp_gap_max",
 )
-SMOOTHED_STEPS = 10  # of the running mean that is drawn over the single steps
-Lines = list[dict[str, Any]]  # of metrics.jsonl: the numbers of each step
-Runs = list[tuple[str, Lines]]  # each with its name
+SMOOTHED_STEPS = 10  # window of the running mean
+Lines = list[dict[str, Any]]  # one metrics.jsonl line per step
+Runs = list[tuple[str, Lines]]  # name and lines of each run
 
 
 def read_run(name: str) -> tuple[str, Lines]:
-    """A run's name and the numbers of its steps. Raises InputError if it has no steps."""
+    """Return a run's name and metrics. Raises InputError if it has no steps yet."""
     folder = find_run(name, "metrics.jsonl")
     lines = read_json_lines(folder / "metrics.jsonl")
     refuse(not lines, f"{folder}/metrics.jsonl has no steps yet")
@@ -42,18 +42,18 @@ def read_run(name: str) -> tuple[str, Lines]:
 
 
 def series(lines: Lines, metric: str) -> tuple[list[int], list[float]]:
-    """Steps and values of a metric, where it is there and finite."""
+    """Return steps and values of a metric, without steps at which it is missing or non-finite."""
     measured = [line for line in lines if line.get(metric) is not None]
     return [line["step"] for line in measured], [line[metric] for line in measured]
 
 
 def running_mean(values: list[float]) -> list[float]:
-    """Each value's mean with up to `SMOOTHED_STEPS` - 1 values before it."""
+    """Return the mean of each value and up to `SMOOTHED_STEPS` - 1 preceding values."""
     return [fmean(values[max(0, end - SMOOTHED_STEPS) : end]) for end in range(1, len(values) + 1)]
 
 
 def draw_lines(axes: Any, runs: Runs, metric: str) -> None:
-    """Draw a metric of all runs that have it; on the reward, also each evaluation (at step 0 that before training)."""
+    """Draw a metric of all runs. On the reward panel, also draw each evaluation; step 0 is before training."""
     for i, (name, lines) in enumerate(runs):
         steps, values = series(lines, metric)
         axes.plot(steps, values, color=f"C{i}", alpha=0.25, linewidth=0.8)
@@ -67,24 +67,24 @@ def draw_lines(axes: Any, runs: Runs, metric: str) -> None:
 
 
 def draw_time(axes: Any, runs: Runs) -> None:
-    """Draw each run's mean seconds per step as one bar, the causes stacked."""
+    """Draw each run's mean step time as a bar, stacked by cause."""
     from matplotlib import colormaps
 
-    found = {name for _, lines in runs for line in lines for name in line if name.startswith("time/")}
-    causes = sorted(found - {"time/step"})
+    time_metrics = {name for _, lines in runs for line in lines for name in line if name.startswith("time/")}
+    causes = sorted(time_metrics - {"time/step"})
     ends = [0.0] * len(runs)
     for cause, color in zip(causes, colormaps["tab20"](range(len(causes))), strict=True):
         seconds = [fmean([line.get(cause) or 0.0 for line in lines]) for _, lines in runs]
         label = cause.removeprefix("time/")
         axes.barh([name for name, _ in runs], seconds, 0.5, left=ends, color=color, label=label)
-        ends = [end + more for end, more in zip(ends, seconds, strict=True)]
-    axes.set_ylim(len(runs) + 0.2, -0.5)  # downwards, with room for the legend
+        ends = [end + width for end, width in zip(ends, seconds, strict=True)]
+    axes.set_ylim(len(runs) + 0.2, -0.5)  # first run on top, with room for the legend below
     axes.set_xlabel("seconds")
     axes.legend(ncols=3, fontsize=8, frameon=False, loc="lower left")
 
 
 def draw(runs: Runs, metrics: Iterable[str] = METRICS) -> Any:
-    """Return a matplotlib figure with one panel for each metric that a run has, and one for the time."""
+    """Return a matplotlib figure with one panel per metric that any run has, and one for the step time."""
     from matplotlib.figure import Figure
 
     shown = [metric for metric in metrics if any(series(lines, metric)[0] for _, lines in runs)]
@@ -93,7 +93,7 @@ def draw(runs: Runs, metrics: Iterable[str] = METRICS) -> Any:
     num_rows = math.ceil(num_panels / num_columns)
     figure = Figure(figsize=(4.5 * num_columns, 3.5 * num_rows), layout="constrained")
     *panels, time_panel = [
-        figure.add_subplot(num_rows, num_columns, place) for place in range(1, num_panels + 1)
+        figure.add_subplot(num_rows, num_columns, index) for index in range(1, num_panels + 1)
     ]
     for axes, metric in zip(panels, shown, strict=True):
         axes.set_title(metric, loc="left", fontsize=11)
@@ -108,14 +108,14 @@ def draw(runs: Runs, metrics: Iterable[str] = METRICS) -> Any:
 def main(
     runs: Positional[tuple[str, ...]], output: Path = Path("runs.png"), metrics: tuple[str, ...] = METRICS
 ) -> None:
-    """Draw runs into one picture. Raises InputError without runs, and for a run without steps.
+    """Plot runs into one figure. Raises InputError without runs, and for a run without steps.
 
     Args:
         runs: folders of runs, or their names in ./runs or $MINIRL_RUNS
-        output: the picture's file
-        metrics: names of the metrics to draw, one panel each
+        output: file to save the figure to
+        metrics: names of the metrics to plot, one panel each
     """
-    refuse(not runs, "name one run or more to draw")
+    refuse(not runs, "no runs given; name at least one run to plot")
     named = [read_run(run) for run in runs]
     draw(named, metrics).savefig(output, dpi=80)
     print0(f"drew {', '.join(name for name, _ in named)} into {output}")

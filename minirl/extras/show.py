@@ -1,6 +1,6 @@
-"""A step's rollouts in the terminal: `python -m minirl.extras.show RUN [STEP]`.
+"""Show a step's rollouts in the terminal: `python -m minirl.extras.show RUN [STEP]`.
 
-RUN is a run's folder, or its name in ./runs or $MINIRL_RUNS; STEP is by default the last one that is kept.
+RUN is a run's folder, or its name in ./runs or $MINIRL_RUNS. STEP defaults to the last step with saved rollouts.
 """
 
 import json
@@ -19,20 +19,20 @@ from minirl.run.run_folder import find_run
 
 
 def step_file(run: str, step: int | None) -> Path:
-    """The file of a step's rollouts, by default the last step's. Raises InputError if it is missing."""
+    """Return the file with a step's rollouts, by default the last step's. Raises InputError if it is missing."""
     folder = find_run(run, "rollouts") / "rollouts"
     files = {int(path.stem): path for path in folder.glob("*.jsonl") if path.stem.isdecimal()}
     refuse(not files, f"{folder}: has no rollouts yet")
     number = max(files) if step is None else step
     refuse(
         number not in files,
-        f"{folder}: has none of step {number}; there are steps {min(files)} to {max(files)}",
+        f"{folder}: has no rollouts of step {number}; choose a step from {min(files)} to {max(files)}",
     )
     return files[number]
 
 
 def format_rollout(rollout: Mapping[str, Any]) -> Iterator[str]:
-    """A rollout as text."""
+    """Yield the lines that show a rollout."""
     ordinal, sample = rollout["id"]
     numbers = [f"{key} {format_number(rollout[key])}" for key in ("reward", "advantage") if key in rollout]
     facts = [*numbers, f"{rollout['num_tokens']} tokens sampled", rollout["finish_reason"]]
@@ -40,10 +40,10 @@ def format_rollout(rollout: Mapping[str, Any]) -> Iterator[str]:
     rewards = [f"{name} {format_number(value)}" for name, value in rollout["rewards"].items()]
     yield f"rewards: {', '.join(rewards)}"
     yield "prompt:"
-    # As it is in the data: text, or messages in JSON.
+    # The prompt appears as in the data: text, or messages as JSON.
     prompt = rollout["prompt"]
     yield prompt if isinstance(prompt, str) else "\n".join(map(json.dumps, prompt))
-    # An answer without turns has no segments.
+    # A single-turn rollout has no segments.
     answer = {"kind": "sampled", "text": rollout["completion"], "num_tokens": rollout["num_tokens"]}
     for segment in rollout.get("segments", [answer]):
         yield f"{segment['kind']}, {segment['num_tokens']} tokens:"
@@ -51,20 +51,20 @@ def format_rollout(rollout: Mapping[str, Any]) -> Iterator[str]:
 
 
 def format_number(number: Any) -> str:
-    """A number in short, or "none" without a reward."""
+    """Return a number with four digits, or "none" for a reward that does not apply."""
     return "none" if number is None else f"{number:.4g}"
 
 
 def main(run: Positional[str], step: Positional[int | None] = None, num: int = 4) -> None:
-    """Show rollouts of a step. If there are none, it raises InputError.
+    """Show a step's rollouts. Raises InputError if there are none.
 
     Args:
-        run: a run's folder, or its name in ./runs or $MINIRL_RUNS
-        step: its number (None: the last that is kept)
-        num: the most rollouts to show
+        run: folder of a run, or its name in ./runs or $MINIRL_RUNS
+        step: number of the step (None: the last step with saved rollouts)
+        num: maximum number of rollouts to show
     """
     path = step_file(run, step)
-    # The rollouts' own control characters must not reach the terminal.
+    # Rollouts may contain control characters, which must not reach the terminal.
     texts = [escaped("\n".join(format_rollout(rollout))) for rollout in read_json_lines(path)]
     print0("\n\n".join([*texts[:num], f"{len(texts)} rollouts in {path}"]))
 
