@@ -1,4 +1,4 @@
-"""Agents at a URL: the turns sampled there are their episode, whatever else they send; faults are sentences."""
+"""Agents at a URL: their requests become the turns of their episode, and faults become clear errors."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 
 @pytest.fixture
 def load(tmp_path):
-    """`load(name, source)`: a function of a user's file."""
+    """Return `load(name, source)`, which loads a rollout function from a user's file."""
 
     def load_one(name, source):
         (tmp_path / "mine.py").write_text(source)
@@ -47,7 +47,7 @@ def load(tmp_path):
     return load_one
 
 
-def test_turns_that_nobody_saw_are_no_part_of_the_rollout():
+def test_dropped_turns_are_not_in_the_rollout():
     """Fault 60."""
 
     async def seen(episode):
@@ -71,7 +71,7 @@ def test_turns_that_nobody_saw_are_no_part_of_the_rollout():
     assert made(unseen) == made(seen)
 
 
-# Agents that make the requests of `in_turns`, which asks here: with the openai package, its events, and plain HTTP.
+# Agents that make the same requests as `in_turns`: with the openai package, with streaming, and with plain HTTP.
 AGENTS = """
 import asyncio, json, random, sys, time, urllib.request
 import openai
@@ -139,10 +139,10 @@ async def in_turns(episode):
 
 
 @pytest.mark.parametrize("name", ["client_async", "client_sync", slow("program")])
-def test_an_agent_makes_the_rollouts_of_a_function_that_asks_here(load, name):
-    """However late it asks, with a small cache, in parts, and after a resume. Fault 54.
+def test_an_agent_makes_the_same_rollouts_as_a_rollout_function(load, name):
+    """Covers late requests, a small cache, rounds, and a resume. Fault 54.
 
-    What the client is sent are the episode's tokens: those before each turn, and in it.
+    The client gets the episode's token ids, of the prompt and of the completion of each turn.
     """
     pytest.importorskip("openai")
     prompts = chat_prompts(120)
@@ -172,8 +172,8 @@ async def agent(url, episode):
 """
 
 
-def test_200_agents_begin_at_once_and_none_is_refused_lost_or_asked_again(load):
-    """Within the system's descriptors. Every fifth one asks for a second turn."""
+def test_200_agents_start_at_once_without_rejected_lost_or_repeated_requests(load):
+    """They fit into the system's limit on file descriptors. Every fifth agent requests a second turn."""
     pytest.importorskip("openai")
     prompts = chat_prompts()
     options = {"functions": {"reward": EpisodeReward()}, "group_size": 1}
@@ -184,7 +184,7 @@ def test_200_agents_begin_at_once_and_none_is_refused_lost_or_asked_again(load):
 
 
 async def post(url, path="chat/completions", *, data=None, **fields):
-    """The status and the JSON, or the text of a stream, of an answer."""
+    """Post a request; return the status and the response, as parsed JSON or as the text of a stream."""
     data = json.dumps(fields) if data is None else data
     async with aiohttp.ClientSession() as client, client.post(f"{url}/{path}", data=data) as answer:
         is_json = answer.content_type == "application/json"
@@ -200,7 +200,7 @@ def made_episode():
 
 
 def sampled_turn(branch, text="yes", **said):
-    """A turn of one token per letter, with this message."""
+    """Return a turn with one token per letter and this message."""
     branch.request = replace(branch.request, prompt_ids=(5, 6))
     ids = [ord(letter) for letter in text or ""]
     start, count = branch.num_tokens, len(ids)
@@ -217,7 +217,7 @@ def sampled_turn(branch, text="yes", **said):
 
 
 def until(is_true):
-    """Run the loop until this is true."""
+    """Run the event loop until the condition holds."""
     deadline = time.monotonic() + LIMIT_S
     while not is_true():
         assert time.monotonic() < deadline
@@ -225,17 +225,17 @@ def until(is_true):
 
 
 async def at_once():
-    """No wait."""
+    """Do not wait."""
 
 
 async def at_least(count, found):
-    """Wait until a list has this many items."""
+    """Wait until a list has at least this many items."""
     while len(found) < count:
         await asyncio.sleep(0.01)
 
 
 def drive(rollout, *turns, while_sampled=at_once):
-    """What an agent asks for when it gets these turns; its episode ends, as at a limit, when it asks for more.
+    """Run an agent that gets these turns; return its turn requests. A further request ends the episode, like a limit.
 
     while_sampled: awaited before each turn ends.
     """
@@ -258,7 +258,7 @@ def drive(rollout, *turns, while_sampled=at_once):
     return asked
 
 
-# Requests, as JSON, and the refusals.
+# Invalid requests as JSON, with the expected errors.
 REFUSED = {
     "[]": "is not a JSON object",
     "{}": "messages: expected a non-empty list",
@@ -277,8 +277,8 @@ REFUSED = {
 }
 
 
-def test_row_60_a_request_that_cannot_be_honoured_is_refused_by_its_field(capfd):
-    """A field without effect is noted once."""
+def test_row_60_an_unsupported_request_is_rejected_naming_its_field(capfd):
+    """An ignored field is noted once."""
     for body, said in REFUSED.items():
         with pytest.raises(InputError, match=re.escape(said)):
             read_request(json.loads(body), made_episode())
@@ -287,8 +287,8 @@ def test_row_60_a_request_that_cannot_be_honoured_is_refused_by_its_field(capfd)
     assert capfd.readouterr().out.count("'reasoning_effort', which has no effect") == 1
 
 
-def test_row_60_what_is_refused_is_no_turn_shows_no_traceback_and_the_episode_goes_on(caplog):
-    """The answer says why, in OpenAI's form. What is no HTTP ends its connection."""
+def test_row_60_a_rejected_request_is_no_turn_logs_no_traceback_and_the_episode_continues(caplog):
+    """The response says why in OpenAI's format. Malformed HTTP closes its connection."""
     refused = [
         ({"messages": [HI], "n": 2}, 400, "n: only 1 is supported"),
         ({"data": "["}, 400, "the request is not valid JSON"),
@@ -320,7 +320,7 @@ def test_row_60_what_is_refused_is_no_turn_shows_no_traceback_and_the_episode_go
     assert caplog.text == ""
 
 
-def test_row_60_a_flood_of_requests_is_refused_and_those_that_wait_end_with_the_episode():
+def test_row_60_too_many_requests_are_rejected_and_pending_ones_end_with_the_episode():
     answers = []
 
     @serve
@@ -335,8 +335,8 @@ def test_row_60_a_flood_of_requests_is_refused_and_those_that_wait_end_with_the_
     assert answers[0][1]["error"]["message"] == "the episode already has 64 pending requests (the maximum)"
 
 
-def test_row_60_what_a_client_hung_up_on_is_not_sampled_and_if_it_was_is_dropped(monkeypatch):
-    """While a turn is sampled its client hangs up, as does one that waits; then the same is asked once more."""
+def test_row_60_a_request_whose_client_disconnects_is_not_sampled_or_its_turn_is_dropped(monkeypatch):
+    """The clients of a running turn and of a pending request disconnect; then the agent repeats the request."""
     hung_up, arrived, left = [], [], []
     handle = Endpoint._handle
 
@@ -369,8 +369,8 @@ def test_row_60_what_a_client_hung_up_on_is_not_sampled_and_if_it_was_is_dropped
     assert [(one.branch, one.max_tokens) for one in asked] == [(0, 1), (1, 3), (1, 4)]
 
 
-def test_row_60_an_episode_that_ends_ends_its_agent_and_what_that_started(tmp_path):
-    """A thread that asks, now and later; a coroutine and its process. The next request is told so."""
+def test_row_60_when_an_episode_ends_its_agent_and_child_processes_end(tmp_path):
+    """Covers a thread, a coroutine and its child process. The thread's current and next requests fail."""
     seen = []
     pid = tmp_path / "pid"
 
@@ -446,13 +446,13 @@ FAILS = {
 
 @pytest.mark.parametrize("name", FAILS)
 @pytest.mark.usefixtures("clock")
-def test_row_60_an_agent_that_fails_is_the_runs_clear_error(load, name):
+def test_row_60_a_failing_agent_ends_the_run_with_a_clear_error(load, name):
     collector = make_collector(chat_prompts(120), rollout=load(name, HOSTILE), call_timeout=60.0)
     with pytest.raises(RolloutError, match=rf"rollout {name} for the row at f:\d+, {FAILS[name]}"):
         collector.collect(1)
 
 
-def test_an_agent_is_refused_where_prompts_are_text(load):
+def test_an_agent_is_rejected_for_text_prompts(load):
     with pytest.raises(RolloutError, match="the run's prompts are text: add --chat"):
         make_collector(rollout=load("silent", HOSTILE)).collect(1)
 
@@ -461,7 +461,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": "é",
 
 
 def called(arguments):
-    """The calls of an episode's first turn, as agents get and send them."""
+    """Return the tool calls of an episode's first turn, as agents receive and return them."""
     return [{"id": "c00001000", "type": "function", "function": {"name": "add", "arguments": arguments}}]
 
 
@@ -473,16 +473,14 @@ CALLED = [{**one, "index": 0} for one in called('{"a": "é", "b": [1, 2]}')]
     [
         ({}, {"text": None, "tool_calls": [CALL]}, {"content": "", "tool_calls": CALLED}, "tool_calls"),
         ({}, {"reasoning_content": "hm"}, {"content": "yes", "reasoning_content": "hm"}, "stop"),
-        # The stop string and the rest of its token are left out.
+        # The content ends before the stop string.
         ({"stop": ["Z", "Obs"]}, {"text": "I see. Obs:"}, {"content": "I see. "}, "stop"),
-        # An agent that wants no calls gets the text of a call.
+        # An agent that disables tool calls gets the call as text.
         ({"tool_choice": "none"}, {"text": "<c>", "tool_calls": [CALL]}, {"content": "<c>"}, "stop"),
     ],
 )
-def test_an_answer_has_openais_form_and_is_continued_as_an_agent_sends_it_back(
-    asked, turn, said, finish_reason
-):
-    """Streamed; sent without the reasoning, with other spaces, with None for no text."""
+def test_a_response_has_openais_format_and_is_recognized_when_sent_back(asked, turn, said, finish_reason):
+    """Covers streaming, and messages returned without reasoning, with other whitespace, or with None as content."""
     result = {"role": "tool", "content": "3", "tool_call_id": "c00001000"}
 
     @serve
@@ -504,8 +502,8 @@ def test_an_answer_has_openais_form_and_is_continued_as_an_agent_sends_it_back(
     assert (first.branch, second.branch, second.after) == (0, 0, [result])
 
 
-def test_what_continues_nothing_begins_a_branch_which_is_continued_in_its_turn():
-    """A system's message of the agent's own, other tools, the same question once more, another history."""
+def test_a_request_that_continues_no_branch_begins_one_that_can_be_continued():
+    """Covers an additional system message, other tools, a repeated question and a different history."""
     own = [{"role": "system", "content": "be brief"}, HI]
     other = {**TOOL, "function": {**TOOL["function"], "name": "sub"}}
     branches = []
@@ -525,6 +523,6 @@ def test_what_continues_nothing_begins_a_branch_which_is_continued_in_its_turn()
     assert [one.after for one in asked if one.after] == [[HI]]
     assert [branch.tools for branch in branches] == [[TOOL]] * 4 + [[other]]
     assert branches[2].prompt == own
-    # Templates get arguments as structures, and text.
+    # Templates get arguments as parsed objects, although agents send JSON text.
     (call,) = branches[1].prompt[1]["tool_calls"]
     assert (branches[1].prompt[1]["content"], call["function"]["arguments"]) == ("", {"a": 1})

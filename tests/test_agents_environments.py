@@ -1,4 +1,4 @@
-"""TRL's tools and environments: run as they are, with the messages and tokens that TRL makes of them."""
+"""TRL's tools and environments run unchanged and produce the same messages and tokens as in TRL."""
 
 import asyncio
 from types import SimpleNamespace
@@ -136,14 +136,14 @@ TOOLS = "add,fail,describe,lookup,search"
 
 
 def call(name, /, **arguments):
-    """A call as Hermes writes it."""
+    """Return a tool call in Hermes format."""
     shown = str(arguments).replace("'", '"')
     return f'<tool_call>\n{{"name": "{name}", "arguments": {shown}}}\n</tool_call>'
 
 
 @pytest.fixture
 def load(tmp_path):
-    """Tools or an environment of the file above."""
+    """Return `load(kind, name)`, which loads tools or an environment from SOURCE."""
     (tmp_path / "mine.py").write_text(SOURCE)
 
     def load_one(kind, name, **options):
@@ -159,7 +159,7 @@ def tokenizer(tmp_path):
 
 
 def converse(rollout, tokenizer, texts, columns=None):
-    """Run an episode whose turns have these texts. Returns its requests, and the episode."""
+    """Run an episode whose turns have these texts; return its turn requests and the episode."""
     episode = Episode(Row("how much?", columns or {}, "f:1"), make_request([1], max_new_tokens=10_000))
     requests, left = [], iter(texts)
 
@@ -190,7 +190,7 @@ TEXTS = (
 )
 
 
-def test_row_58_tools_are_called_until_a_turn_calls_none_and_errors_are_told_to_the_model(load, tokenizer):
+def test_row_58_tools_run_until_a_turn_calls_none_and_the_model_sees_errors(load, tokenizer):
     tools = load("tools", TOOLS)
     assert ",".join(tool["function"]["name"] for tool in tools.tools) == TOOLS
     requests, _ = converse(tools.function, tokenizer, TEXTS)
@@ -241,14 +241,14 @@ NO_REWARD = r"--reward {}: --{} .*mine.py:{} returns no such reward; .*`environm
         ("tools", "add", "episode", NO_REWARD),
     ],
 )
-def test_row_59_what_is_no_tool_or_environment_or_lacks_the_reward_is_refused_at_the_start(
+def test_row_59_an_invalid_tool_or_environment_or_a_missing_reward_is_rejected_at_startup(
     load, kind, name, reward, error
 ):
     with pytest.raises(InputError, match=error.format(reward, kind, name)):
         load(kind, name, reward=(reward,))
 
 
-def test_results_of_tools_are_counted_and_so_are_those_that_are_errors():
+def test_tool_results_and_tool_errors_are_counted():
     async def rollout(episode):
         await episode.generate(max_tokens=3)
         told = user("{'error': ")
@@ -260,7 +260,7 @@ def test_results_of_tools_are_counted_and_so_are_those_that_are_errors():
     assert [collector.take_count(name) for name in ("tool_results", "tool_errors")] == [12, 6]
 
 
-def test_a_tokenizer_without_a_response_template_does_for_an_environment_without_tools(load):
+def test_an_environment_without_tools_needs_no_response_template(load):
     environment = load("environment", "NoTools")
     assert not environment.gives_reward
     make_collector(chat_prompts(), rollout=environment.function).collect(1)
@@ -268,8 +268,8 @@ def test_a_tokenizer_without_a_response_template_does_for_an_environment_without
         make_collector(chat_prompts(), rollout=load("environment", "Listed").function).collect(1)
 
 
-def test_row_59_tools_need_a_way_to_read_calls_and_to_write_results(tmp_path, load):
-    """Refused with the tokenizer, before there is a model."""
+def test_row_59_tools_need_a_known_call_format_and_a_template_for_results(tmp_path, load):
+    """They are rejected when the tokenizer is loaded, before the model."""
     tools = load("tools", "add")
     config = RunConfig(tools="mine.py:add", chat=True)
     only_users = "{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{{ m"
@@ -287,7 +287,7 @@ def test_row_59_tools_need_a_way_to_read_calls_and_to_write_results(tmp_path, lo
             load_tokenizer(config, tmp_path, own, tools)
 
 
-# Programs of the shape of TRL's examples: Wordle and grpo_agent, whose queries an alarm ends.
+# Programs modeled on TRL's examples: Wordle, and grpo_agent, which limits its queries with an alarm.
 PROGRAMS = """
 import signal
 
@@ -355,7 +355,7 @@ def query_reward(completions, answer, **kwargs):
 
 
 def said(content, *calls):
-    """A turn as TRL's parser has it."""
+    """Return a turn's message as TRL's parser returns it."""
     structures = [
         {"type": "function", "function": {"name": name, "arguments": given}} for name, given in calls
     ]
@@ -370,15 +370,15 @@ GUESSES = [said("", ("guess", {"guess": word})) for word in ("[a]", "[abcde]", "
 @pytest.mark.parametrize(
     ("kind", "name", "reward", "turns", "score"),
     [
-        # The second wins, the third comes too late.
+        # The second guess wins; the third comes too late.
         ("environment", "Wordle", "reward_func", [*GUESSES, said("won")], 1),
         ("tools", "query", "query_reward", [said("", ("query", {"sql_command": "a"})), said("Yes")], 11),
     ],
 )
-def test_programs_for_trl_run_as_they_are_and_score_conversations_as_there(
+def test_trl_programs_run_unchanged_and_get_the_same_rewards(
     tmp_path, monkeypatch, kind, name, reward, turns, score
 ):
-    """Whatever is sampled, the turns have these texts."""
+    """The turns have fixed messages, whatever the model samples."""
     (tmp_path / "mine.py").write_text(PROGRAMS)
 
     def turn_before(tokenizer, ids, before):
@@ -395,13 +395,13 @@ def test_programs_for_trl_run_as_they_are_and_score_conversations_as_there(
     assert collector.collect(1).rewards.tolist() == [[[score]]]
 
 
-# It begins answers otherwise where there are tools.
+# A template whose generation prompt differs if there are tools.
 MAY_CALL = WITH_NAMES.replace("<turn>a:", "<turn>{{ 'may call' if tools else 'a' }}:")
 LOOK = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
 
 
-def test_a_branch_shows_its_own_tools_and_its_calls_are_structures(monkeypatch):
-    """As that of an agent at a URL, whose requests have tools. A template that cannot show them is refused."""
+def test_a_branchs_prompt_shows_its_own_tools_and_its_calls_are_parsed(monkeypatch):
+    """Branches of an agent at a URL have its requests' tools. A template that cannot show tools is rejected."""
     asks = said("", ("look", {"at": "b"}))
     monkeypatch.setattr("minirl.data.answers.parse_answer", lambda *_: asks)
 

@@ -1,4 +1,4 @@
-"""The collector and the functions that write rollouts: whole groups, exact over turns, budgets and resumes."""
+"""The collector and rollout functions: complete groups, exact across turns, token budgets and resumes."""
 
 import functools
 import gc
@@ -31,7 +31,7 @@ from support.texts import TOKENS, assistant, user
 
 
 def test_one_turn_is_what_the_engine_samples_with_its_rewards():
-    """The reference: requests run by the engine alone, rewarded afterwards. It takes no process group."""
+    """The reference runs the requests on the engine alone and computes rewards afterwards, without a process group."""
     collector = make_collector(num_greedy=1)
     groups = collector.collect(5)
     requests = Prompts().requests(range(5), group_size=3, num_greedy=1)
@@ -47,8 +47,8 @@ def test_one_turn_is_what_the_engine_samples_with_its_rewards():
     assert collector.take_count("sampled_tokens") == sum(len(rollout.completion) for rollout in expected)
 
 
-def test_an_episode_is_gone_with_its_rollout():
-    """None waits for a garbage collection."""
+def test_an_episode_is_freed_with_its_rollout():
+    """Freeing an episode needs no garbage collection."""
     episodes = []
 
     async def noted(episode):
@@ -65,17 +65,17 @@ def test_an_episode_is_gone_with_its_rollout():
 
 
 def assert_scored_as_sampled(sequence: SampledSequence) -> None:
-    """Training's logprobs of a branch are the sampled ones, bit for bit."""
+    """Assert that training reproduces the sampled logprobs of a branch bit for bit."""
     with torch.no_grad():
         logprobs = scores_of(cached_model("mixed", torch.float32), [sequence])
     assert np.array_equal(logprobs, sequence.stream["logprob"])
     assert not sequence.stream["logprob"][~sequence.loss_mask].any()
 
 
-def test_messages_are_appended_behind_the_ids_that_were_sampled_and_close_each_turn_once():
-    """A turn that a stop token ended is closed already. Specials in messages are text. Text and ids are appended, too.
+def test_messages_follow_the_sampled_ids_and_close_each_turn_once():
+    """A stop token already closes its turn. Special tokens in messages are plain text.
 
-    An answer goes on until messages are appended.
+    Appended text and ids continue an answer; only appended messages end it.
     """
     endings = set()
 
@@ -106,7 +106,7 @@ def test_messages_are_appended_behind_the_ids_that_were_sampled_and_close_each_t
     assert endings == {("stop", 0), ("stop", 1), ("length", 1)}
 
 
-def test_each_branch_has_the_tokens_that_its_episode_asked_for_and_the_logprobs_of_training():
+def test_each_branch_has_the_requested_tokens_and_the_training_logprobs():
     seen = {}
 
     async def watched(episode):
@@ -127,8 +127,8 @@ def test_each_branch_has_the_tokens_that_its_episode_asked_for_and_the_logprobs_
             assert_scored_as_sampled(branch)
 
 
-def test_row_61_a_branch_has_noise_of_its_own_and_the_messages_that_it_began_with():
-    """Its caller may go on with the list that it gave."""
+def test_row_61_a_branch_has_its_own_noise_and_keeps_its_initial_messages():
+    """The caller may modify its list of messages later."""
 
     async def going_on(episode):
         messages = [user("abc")]
@@ -149,14 +149,14 @@ def test_row_61_a_branch_has_noise_of_its_own_and_the_messages_that_it_began_wit
 
 
 def random_length():
-    """The length of each rollout, in tokens."""
+    """Return a function that draws the length of each rollout in tokens."""
     lengths = random.Random(0)
     return functools.cache(lambda rollout_id: lengths.choice((1, 3, 6, 50)))
 
 
 @pytest.mark.parametrize("max_staleness", [slow(1), 3])
 def test_no_rollout_is_trained_on_too_late_and_prompts_come_in_order(max_staleness):
-    """Each step takes the first complete groups in order, those that would get too old among them. Pitfall 40."""
+    """Each step takes the first complete groups in order, including all expiring ones. Pitfall 40."""
     collector = make_collector(
         Prompts(random_length()), group_size=2, round_tokens=5, max_staleness=max_staleness
     )
@@ -179,10 +179,10 @@ def test_no_rollout_is_trained_on_too_late_and_prompts_come_in_order(max_stalene
     collector.close()
 
 
-def test_groups_without_signal_are_replaced_by_new_prompts_or_fill_up_the_step():
-    """Each round asks for as many prompts as groups are missing. Rollouts keep their rewards and texts.
+def test_zero_variance_groups_are_replaced_or_fill_up_the_step():
+    """Each refill draws one prompt per missing group. Rollouts keep their rewards and texts.
 
-    A second reward, in which all groups differ, does not decide. Pitfall 26.
+    The variance of a second reward does not matter. Pitfall 26.
     """
     prompts = Prompts(lambda _: 5)
     with_signal = {prompts.row(i).prompt for i in (1, 4, 6, 7, 8)}
@@ -199,8 +199,8 @@ def test_groups_without_signal_are_replaced_by_new_prompts_or_fill_up_the_step()
         assert groups.rewarded.texts == texts
 
 
-def test_prompts_in_flight_are_due_and_begin_as_by_hand():
-    """The numbers of the docstrings; interrupted ones begin before new ones."""
+def test_expiring_and_new_prompts_match_the_docstrings_examples():
+    """The numbers are those in the docstrings. Interrupted prompts begin before new ones."""
     prompts = PromptsInFlight(2, 17, 5, {10: 3, 11: 3, 12: 4, 13: 4, 14: 4, 15: 4, 16: 4})
     assert prompts.expiring(4) == {10, 11, 12}
     with pytest.raises(InputError, match="5 prompts expire, and this step takes only 2"):

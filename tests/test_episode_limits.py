@@ -1,4 +1,4 @@
-"""The ends of episodes, their finish reasons, and the records of their turns."""
+"""How episodes end: finish reasons, truncation, and the records of their turns."""
 
 import asyncio
 from dataclasses import replace
@@ -41,14 +41,14 @@ async def endless(episode):
 
 
 async def in_turn(episode):
-    """Turns of two branches in turn; for the third the first one is asked again."""
+    """Alternate between two branches; the third turn belongs to the first branch again."""
     other = episode.branch("two")
     for branch in (episode, other, episode):
         await branch.generate(max_tokens=7)
 
 
 async def full_before(episode):
-    """The second branch uses up its room, then the first one goes on."""
+    """Fill up the second branch, then continue the first one."""
     other = episode.branch("two")
     for branch in (episode, other, episode):
         await branch.generate(max_tokens=7 if branch is episode else None)
@@ -83,10 +83,8 @@ async def too_long_a_branch(episode):
         (too_long_a_branch, 0, "length", ["turn_length"]),
     ],
 )
-def test_row_56_a_limit_cuts_off_the_branch_that_reached_it_and_not_its_whole_episode(
-    function, max_turns, reason, ends
-):
-    """The episode's end is that of the branch which had the last turn or may not go on; the others end as they did."""
+def test_row_56_a_limit_truncates_only_the_branch_that_reaches_it(function, max_turns, reason, ends):
+    """The rollout's finish reason belongs to the branch that requested a turn last; other branches keep their own."""
     prompts = Prompts(lambda one: 0 if one.branch and function is too_long_a_branch else 60)
     groups = collected(function, 2, max_turns=max_turns, prompts=prompts)
     for rollout in groups.rewarded.rollouts:
@@ -98,10 +96,10 @@ def test_row_56_a_limit_cuts_off_the_branch_that_reached_it_and_not_its_whole_ep
 
 
 @pytest.mark.parametrize("function", [branching, out_of_order])
-def test_row_61_the_record_of_an_episode_has_the_tokens_of_each_branch_in_order(function):
-    """The segments are the runs of the loss mask, except for adjacent turns; texts are those of the ids.
+def test_row_61_an_episodes_record_has_each_branchs_tokens_in_order(function):
+    """Segments match the runs of the loss mask, except that adjacent turns stay separate; each has its tokens' text.
 
-    A branch's begin with its prompt, if that is not the row's.
+    A branch's segments begin with its prompt, unless that is the row's.
     """
     prompts = chat_prompts(200)
     for rollout in collected(function, prompts=prompts).rewarded.rollouts:
@@ -121,13 +119,13 @@ def test_row_61_the_record_of_an_episode_has_the_tokens_of_each_branch_in_order(
 
 
 def metrics_of(rollouts):
-    """The metrics of a step with these rollouts."""
+    """Return the metrics of a step with these rollouts."""
     metrics = StepMetrics()
     add_rollouts(metrics, rollouts, grouped_rewards=torch.zeros(len(rollouts), 1))
     return derived(metrics.reduce() | {"count/sampled_tokens": 0.0, "time/step": 1.0})
 
 
-def test_metrics_tell_sampled_tokens_from_those_of_the_environment():
+def test_metrics_separate_sampled_tokens_from_environment_tokens():
     rollouts = collected(endless, max_turns=2).rewarded.rollouts
     rollouts[9:] = [replace(rollout, finish_reason="env_done") for rollout in rollouts[9:]]
     found = metrics_of(rollouts)
@@ -142,7 +140,7 @@ def test_metrics_tell_sampled_tokens_from_those_of_the_environment():
     assert conversation_record(plain[0], letter_tokenizer()) == {}
 
 
-def test_turns_that_cannot_be_read_are_counted_where_somebody_asked(monkeypatch):
+def test_parse_errors_are_counted_only_for_turns_whose_message_was_read(monkeypatch):
     def parsed(tokenizer, ids, before):
         error = {"parse_error": "has an a"} if "a" in tokenizer.decode(ids) else {}
         return assistant("", **error)

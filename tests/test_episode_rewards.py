@@ -1,4 +1,4 @@
-"""Rewards that rollout functions return or give, rewards of whole groups, and what reward functions get of episodes."""
+"""Rewards from rollout functions, reward functions of whole groups, and the arguments that they get from episodes."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ OF_EPISODE = {"total": EpisodeReward("total"), "early": EpisodeReward("early")}
 
 
 async def giving(episode):
-    """Three turns; "early" is what their lengths say, "total" is returned."""
+    """Sample three turns; give "early" by their lengths, and return "total"."""
     episode.reward(0.5, "early")
     await episode.generate(max_tokens=5, stop="e")
     episode.reward(len(episode.turns[-1].ids), "early")
@@ -36,7 +36,7 @@ async def giving(episode):
 
 
 async def rewriting(episode):
-    """Two branches, the second of which may be cut off; rewards given in both and returned."""
+    """Sample two branches, of which the second may be truncated; give and return rewards."""
     other = episode.branch("abc")
     await episode.generate(max_tokens=2)
     episode.reward(1.0)
@@ -46,7 +46,7 @@ async def rewriting(episode):
     return episode.seed % 5
 
 
-def test_an_episode_that_ends_at_a_limit_has_what_it_gave_and_nothing_can_be_given_behind_it():
+def test_an_episode_that_hits_a_limit_keeps_its_rewards_and_accepts_no_more():
     refused = []
 
     async def mine(episode):
@@ -66,7 +66,7 @@ def test_an_episode_that_ends_at_a_limit_has_what_it_gave_and_nothing_can_be_giv
 
 
 def branches_of_a_step(rank):
-    """Of two groups: the mean advantage that GRPO gives each branch, PPO's returns, and the groups."""
+    """Collect two groups; return each branch's mean GRPO advantage, PPO's returns, and the groups."""
     prompts = Prompts(lambda rollout_id: 5)
     groups = make_collector(prompts, functions={"reward": EpisodeReward()}, rollout=rewriting).collect(2)
     batch = exchange(groups.rewarded.rollouts, [[[groups.sequences]]])
@@ -79,10 +79,10 @@ def branches_of_a_step(rank):
     return means, returns.split(batch.num_loss_tokens.tolist()), groups
 
 
-def test_each_branch_is_trained_with_its_rollouts_reward_and_bootstrapped_if_it_was_cut_off(one_rank):
-    """A branch has its rollout's advantage in GRPO; in PPO it is paid the reward at its own end. By the recursion:
+def test_each_branch_gets_its_rollouts_reward_and_is_bootstrapped_if_truncated(one_rank):
+    """In GRPO a branch has its rollout's advantage; in PPO it gets the reward at its last token. The recursion is
 
-    A_t = r_t + gamma V_end + gamma lambda A_(t+1), with values of 0 except of 7 after the end.
+    A_t = r_t + gamma V_end + gamma lambda A_(t+1), where all values are 0 except 7 after the end.
     """
     ((means, returns, groups),) = one_rank.run(branches_of_a_step)
     scores = groups.weighted_rewards
@@ -96,15 +96,15 @@ def test_each_branch_is_trained_with_its_rollouts_reward_and_bootstrapped_if_it_
 
 
 async def noting(episode):
-    """Two turns in two branches, each with a reward that only a fork of the script uses."""
+    """Sample two turns in two branches, each with a reward in `extra` that only a fork of the script uses."""
     turn = await episode.generate(max_tokens=2)
     turn.extra["reward"] = 1.0
     turn = await episode.branch("abc").generate(max_tokens=3)
     turn.extra["reward"] = float(episode.seed % 5)
 
 
-def test_a_fork_pays_each_turn_the_reward_that_its_function_noted(tmp_path):
-    """At its last token."""
+def test_a_fork_rewards_each_turn_with_the_value_in_turn_extra(tmp_path):
+    """The reward is at the turn's last token."""
     ppo = load_script(
         patched_fork(tmp_path, ROOT / "docs/examples/turn_rewards_ppo.patch", name="turn_rewards")
     )
@@ -129,8 +129,8 @@ def early(episodes):
 """
 
 
-def test_a_function_of_episodes_gets_all_of_a_prompt_and_what_is_returned_and_given_are_columns(load_reward):
-    """In a worker, at once; the greedy one is scored with the others. Here functions compute what `giving` gives."""
+def test_a_reward_function_sees_its_prompts_episodes_and_episode_rewards_are_reward_columns(load_reward):
+    """A worker gets all rollouts of a prompt in one call, greedy ones included. The functions recompute `giving`."""
     by_hand = {f"{name} by hand": load_reward(name) for name in OF_EPISODE}
     functions = {"size": load_reward("size"), **by_hand, **OF_EPISODE}
     groups = make_collector(functions=functions, rollout=giving, num_greedy=1).collect(5)
@@ -140,13 +140,13 @@ def test_a_function_of_episodes_gets_all_of_a_prompt_and_what_is_returned_and_gi
         assert len(rewards[..., 1].unique()) > 3
 
 
-# The arguments of functions.
+# The arguments of reward functions.
 
 
-def test_functions_that_name_them_get_messages_and_what_was_given_and_chats_have_completions_as_in_trl():
-    """In a chat the completion is the episode's own messages after the prompt, with tool results between.
+def test_reward_functions_get_messages_and_given_rewards_by_name_and_chat_completions_as_in_trl():
+    """In a chat, the completion is the episode's messages after the prompt, including tool results.
 
-    A field of the data is given before what episodes have by its name.
+    A data column takes precedence over an episode argument of the same name.
     """
     conversations, seen = {}, {}
 

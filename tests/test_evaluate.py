@@ -1,4 +1,4 @@
-"""Evaluations: their numbers, the same on any number of ranks and after a kill."""
+"""Evaluations: their scores, which do not depend on the number of ranks."""
 
 import itertools
 import json
@@ -23,11 +23,11 @@ from support.sampling import GRID, columns
 from support.scripts import evaluated, read_metrics, read_rollouts, trained
 
 
-def test_pass_at_k_majority_and_interval_are_by_their_definitions():
-    """By enumeration of all subsets of k samples; for numbers of samples whose binomials exceed floats.
+def test_pass_at_k_majority_and_interval_match_their_definitions():
+    """pass@k is compared with an enumeration of all subsets, and with a case whose binomials overflow floats.
 
-    A tie of votes counts as the share of its answers that are right, and no answer does not vote. The interval of half
-    ones is the normal one, 1.96 standard errors.
+    A tied vote scores the fraction of its samples that are correct; missing answers do not vote. For half ones, the
+    interval is the normal one of 1.96 standard errors.
     """
     for n in range(1, 8):
         for c, k in itertools.product(range(n + 1), range(1, n + 1)):
@@ -56,11 +56,11 @@ def record(ordinal, sample, reward, completion, *, row="a.jsonl:1", end="stop", 
 TASK = Task("jsonl", [], {"a.jsonl": [], "x/b:main": []}, {}, 4, answer_of=str)
 
 
-def test_the_numbers_of_an_evaluation_are_means_over_prompts():
-    """A completion without a reward does not count; each reward has its mean, and each file.
+def test_an_evaluations_scores_are_means_over_prompts():
+    """Completions without a reward do not count. Each reward and each file has its own mean.
 
-    pass@k is over the prompts with k rated completions. Another value than 0 or 1 of a reward with a weight, and there
-    is neither pass@k nor a majority.
+    pass@k averages over the prompts with at least k scored completions. pass@k and majority need weighted rewards that
+    are all 0 or 1.
     """
     records = [
         record(0, 0, 0.0, "7", row="x/b:main row 1", exact=0.0, short=-1.0),
@@ -83,10 +83,10 @@ def test_the_numbers_of_an_evaluation_are_means_over_prompts():
     assert values.keys() - shaped.keys() == judged.keys()
 
 
-def test_one_and_two_ranks_give_the_numbers_of_training(one_rank, two_ranks, runs):
-    """Of its last evaluation, for its newest checkpoint and its task; the same JSON and rollouts on two ranks.
+def test_one_and_two_ranks_reproduce_the_evaluation_during_training(one_rank, two_ranks, runs):
+    """The newest checkpoint scores as in the run's last evaluation; two ranks give the same JSON and rollouts.
 
-    The likeliest token alone, at any temperature, is the greedy one.
+    Sampling with top-k 1 is greedy at any temperature.
     """
     flags = "--samples 4 --eval-rows 8 --temperature 0.9"
     folder = trained(one_rank, runs / "trained", "train_grpo.py", "--num-steps 2 --save-every 1")
@@ -110,9 +110,9 @@ def test_one_and_two_ranks_give_the_numbers_of_training(one_rank, two_ranks, run
 
 
 def test_an_evaluation_of_a_run_repeats_its_flags_for_data_rollouts_and_rewards(tmp_path):
-    """Those on the command line win: --data replaces the run's --eval-data too. Seed and training are not repeated.
+    """The command line wins: --data also replaces the run's --eval-data. Seed and training flags are not inherited.
 
-    A checkpoint's run is the one whose folder it is in; without its run it is a model.
+    A checkpoint belongs to the run whose folder contains it; a copy elsewhere is a plain model.
     """
     flags = {"eval_data": ["a.jsonl"], "data": "train.jsonl", "reward": ["mine.py:f"], "max_new_tokens": 9}
     (tmp_path / "args.json").write_text(json.dumps(flags | {"seed": 3, "lr": 1.0, "temperature": 0.5}))
@@ -137,8 +137,8 @@ def test_an_evaluation_of_a_run_repeats_its_flags_for_data_rollouts_and_rewards(
         ("--top-k 257", "--top-k 257: must be between 0 and 256"),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused_before_anything_is_loaded(one_rank, runs, flags, message):
-    """A run without a checkpoint too."""
+def test_invalid_evaluations_are_rejected_before_anything_is_loaded(one_rank, runs, flags, message):
+    """This includes a run without a checkpoint."""
     (runs / "unsaved").mkdir(exist_ok=True)
     (runs / "unsaved" / "lock").touch()
     (runs / "unsaved" / "args.json").write_text('{"seed": 0}')
@@ -147,8 +147,8 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_is_loaded(one_rank,
 
 
 @pytest.mark.parametrize("vocab", [30, 3000])
-def test_the_kept_tokens_are_those_of_transformers(vocab):
-    """Each of its two rules and all combinations, flat and peaked; the rows of one batch have different rules."""
+def test_top_k_and_top_p_keep_the_same_tokens_as_transformers(vocab):
+    """Covers top-k, top-p and their combinations on flat and peaked logits, with different rules in one batch."""
     generator = torch.Generator().manual_seed(vocab)
     scale = torch.tensor([0.5, 3.0] * (len(GRID) // 2))[:, None]
     logits = torch.randn(len(GRID), vocab, generator=generator) * scale

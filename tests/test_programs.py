@@ -1,4 +1,4 @@
-"""Rollout functions as tasks of one event loop: the same rollouts however late they reply, and failures that say so."""
+"""Rollout functions as tasks on one event loop: late replies do not change rollouts, and failures are reported."""
 
 import asyncio
 import contextlib
@@ -42,8 +42,8 @@ def rollouts_of(rollout, num_steps=1, num_groups=5, **options):
     return collected(make_collector(rollout=rollout, **options), num_steps, num_groups)
 
 
-def test_a_rejected_request_is_raised_at_its_await_and_the_function_may_go_on():
-    """As a prompt without room, and messages that are none. The other episodes and the turns stay as they are."""
+def test_an_invalid_request_raises_at_its_await_and_the_function_may_continue():
+    """Covers a prompt without room and misplaced messages. Other episodes and turns are unaffected."""
     caught = []
 
     async def careful(episode):
@@ -74,7 +74,7 @@ def test_a_rejected_request_is_raised_at_its_await_and_the_function_may_go_on():
 
 
 def test_a_row_belongs_to_its_episode_alone():
-    """Whatever a function does to it, other episodes, rewards, later steps and records have the data's."""
+    """A function may modify its row: other episodes, rewards, later steps and records still get the original."""
 
     async def spoiling(episode):
         episode.row.columns["board"].append("x")
@@ -103,8 +103,8 @@ def test_a_row_belongs_to_its_episode_alone():
     assert prompts._rows == unchanged
 
 
-def test_what_a_turn_notes_is_read_as_json_or_refused_when_its_episode_ends():
-    """Numbers of numpy, sets and paths are read; what JSON cannot hold would end the step that logs it."""
+def test_turn_extra_is_stored_as_json_or_rejected_when_the_episode_ends():
+    """NumPy numbers, sets and paths are converted; values that JSON cannot represent end the run in their turn."""
 
     noted = {"a": numpy.float32(0.5), "b": {1}, "c": Path("x"), "d": torch.ones(2)}
 
@@ -127,7 +127,7 @@ FUNCTIONS = [(one_turn, 7), (calculator, 3), (branching, 3)]
 
 @pytest.mark.parametrize(("function", "budget"), FUNCTIONS)
 def test_rollouts_do_not_depend_on_when_functions_reply(function, budget):
-    """With a small cache, in parts, and after a resume. Fault 54, pitfall 40."""
+    """Covers a small cache, rounds, and a resume. Fault 54, pitfall 40."""
     prompts = chat_prompts(120)
     tight = {"cache_tokens": 512, "max_running_requests": 5}
     make = functools.partial(make_collector, prompts, rollout=unhurried(function), engine_options=tight)
@@ -135,7 +135,7 @@ def test_rollouts_do_not_depend_on_when_functions_reply(function, budget):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_functions_clean_up_where_their_episode_ends_and_where_the_run_fails(fails, monkeypatch):
+def test_functions_clean_up_when_their_episode_ends_and_when_the_run_fails(fails, monkeypatch):
     monkeypatch.setattr(runner, "CLEANUP_S", LIMIT_S)
     closed = []
 
@@ -171,7 +171,7 @@ async def poll(event):
 
 @pytest.mark.parametrize("wait", [wait, block, poll])
 def test_the_engine_decodes_while_functions_wait_block_or_poll(wait):
-    """One waits between two turns until all others have ended; a round that waited for it would not end. Fault 55."""
+    """One function waits for all others to end; the round would deadlock if it waited for that function. Fault 55."""
     others, others_ended = {f"f:{i}" for i in range(1, 6)}, threading.Event()
 
     async def mine(episode):
@@ -210,8 +210,8 @@ def test_a_notebook_with_its_own_event_loop_can_collect():
     assert asyncio.run(cell()) == rollouts_of(calculator)
 
 
-def test_files_of_one_name_are_two_modules_each_with_the_helpers_beside_it(tmp_path):
-    """Though the helpers have one name too, and import others, at once or in a function. pickle finds their classes."""
+def test_two_files_of_the_same_name_are_two_modules_with_their_own_helpers(tmp_path):
+    """The helpers share names as well, and import others at load time or in a function. pickle finds their classes."""
     for folder in "ab":
         path = tmp_path / folder / "mine.py"
         path.parent.mkdir()

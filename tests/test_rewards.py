@@ -1,4 +1,4 @@
-"""Reward functions in TRL's shape: arguments, sources, results; reward models; calls while others are decoded."""
+"""Reward functions with TRL's interface, reward models, and concurrent reward calls."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ from support.texts import TEMPLATE, TOKENS, assistant, ids, letter_prompts, save
 ROW = Row("one?", {"answer": 1, "messages": "of the file"}, "f.jsonl:1")
 CHAT_ROW = Row([user("two?")], {"answer": 2}, "f.jsonl:2")
 CPU = torch.device("cpu")
-REWARD_TOKENS = (*"0123456789", *reversed(TOKENS))  # the reward model's: other ids, and more of them
+REWARD_TOKENS = (*"0123456789", *reversed(TOKENS))  # the reward model has another, larger vocabulary
 POSITIONS = 64
 
 
@@ -32,8 +32,11 @@ def rewards_of(function, row=ROW, completions=("1", "2")):
     return rewards_of_call(function, row, completions)
 
 
-def test_a_function_gets_the_arguments_that_it_names_or_with_kwargs_every_column():
-    """TRL's shape: lists by keyword; chat in, chat out. What episodes give must be named."""
+def test_a_function_gets_the_arguments_that_it_names_or_all_columns_with_kwargs():
+    """As in TRL, arguments are lists passed by keyword, and chat prompts come with chat completions.
+
+    Episode arguments must be named.
+    """
     seen = {}
 
     def everything(prompts, completions, **kwargs):
@@ -53,7 +56,7 @@ def test_a_function_gets_the_arguments_that_it_names_or_with_kwargs_every_column
 
 
 def test_a_reward_may_be_in_any_file_or_module(tmp_path, monkeypatch):
-    """Modules are found in the working directory. A colon in its name does no harm."""
+    """Modules may be in the working directory, whose path may contain a colon."""
     folder = tmp_path / "a:b"
     folder.mkdir()
     (folder / "found_here.py").write_text("def score(completions):\n    return [2, 3]\n")
@@ -64,9 +67,9 @@ def test_a_reward_may_be_in_any_file_or_module(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module", params=[None, "<eos>"], ids=["no_pad", "pad_is_eos"])
 def reward_folder(request, tmp_path_factory):
-    """A classifier with its own tokenizer, and how transformers scores a text with its special tokens written out.
+    """Return a classifier with its own tokenizer, and transformers' score of a text with written-out special tokens.
 
-    Where config.json has a pad token, transformers reads the score at the last token that is another.
+    If config.json has a pad token, transformers takes the score at the last token that differs from it.
     """
     folder = tmp_path_factory.mktemp("reward_model")
     template = TEMPLATE.replace("{{ bos_token }}", "{{ bos_token }}{{ style or '' }}")
@@ -103,7 +106,7 @@ CHAT = [user("hello")]
             {"chat": True, "template_arguments": {"style": "brief"}},
             "<bos>brief<turn>user:ab,<turn>assistant:{}",
         ),
-        # Several turns, of which the first one continues the prompt's last message.
+        # The first of several turns continues the prompt's last message.
         (
             [*CHAT, assistant("i")],
             {},
@@ -113,9 +116,9 @@ CHAT = [user("hello")]
     ids=["text", "chat", "messages"],
 )
 def test_a_reward_model_scores_what_transformers_scores(reward_folder, prompt, options, expected):
-    """Text ends in one EOS, messages go through its own template; the score is that of the last token. Pitfall 18.
+    """Text ends in one EOS; messages use the model's own template; the score is at the last token. Pitfall 18.
 
-    Texts of a microbatch do not change each other's score.
+    Texts in one microbatch do not affect each other's scores.
     """
     folder, oracle = reward_folder
     answers = texts = ["", "a", " so it is.", "a" * 20]
@@ -127,7 +130,7 @@ def test_a_reward_model_scores_what_transformers_scores(reward_folder, prompt, o
 
 
 def test_a_text_too_long_for_the_reward_model_is_refused(reward_folder):
-    """One of exactly the limit is scored; one more token names the flag, the folder, both numbers and a way out."""
+    """A text at the limit is scored; one more token is an error naming folder, both lengths and the flag to lower."""
     folder, _ = reward_folder
     for options, fits in (({"max_tokens": 30}, 30), ({}, POSITIONS)):
         model = load(folder, **options)
@@ -138,10 +141,10 @@ def test_a_text_too_long_for_the_reward_model_is_refused(reward_folder):
             model([CHAT], ["b" * (room + 1)])
 
 
-def test_overlong_penalty_is_the_reference_row():
-    """L_max 20, L_c 8: nothing up to 12 tokens, then linearly to -1 at 20, and never beyond. Pitfall 27.
+def test_overlong_penalty_matches_dapo():
+    """With L_max 20 and L_c 8, the penalty is 0 up to 12 tokens, then falls linearly to -1 at 20. Pitfall 27.
 
-    Of several branches it is the sum: the limit is that of a branch.
+    The limit applies to each branch, and the penalties of several branches add up.
     """
     lengths = (0, 12, 13, 16, 20, 100)
     rollouts = [rollout_of(RolloutId(0, 0), [1], unsampled_stream([7] * n), "") for n in lengths]
@@ -149,8 +152,8 @@ def test_overlong_penalty_is_the_reference_row():
     assert overlong_penalty(limit=20, buffer=8)(rollouts) == [0, 0, -0.125, -0.5, -1, -1, -0.625]
 
 
-def test_rewards_come_before_what_is_only_logged_and_have_their_weights():
-    """In their own order, 1 each unless weighted; logged-only ones weigh exactly 0 and take no weight."""
+def test_trained_rewards_come_before_logged_ones_and_have_their_weights():
+    """Trained rewards keep their order and default to weight 1; logged ones always have weight 0."""
     rewards, logged = {"b": min, "a": max}, {"seen": sum}
     functions, weights = rewards_and_weights(rewards, (), logged=logged)
     assert list(functions) == ["b", "a", "seen"]
@@ -160,7 +163,7 @@ def test_rewards_come_before_what_is_only_logged_and_have_their_weights():
         rewards_and_weights(rewards, (1.0,), logged=logged)
 
 
-# Calls side by side.
+# Concurrent calls.
 
 SOURCE = """
 import asyncio, pathlib, random, time
@@ -198,7 +201,7 @@ def raises_beside_a_hang(completions):
 
 
 def made_groups(*groups):
-    """The prompts of a row for each group, and the groups' rollouts, whose completions are these texts."""
+    """Return prompts with one row per group, and each group's rollouts with these texts as completions."""
     prompts = letter_prompts("abcdefghijkl"[: len(groups)], tokenizer=letter_tokenizer())
     made = []
     for ordinal, texts in enumerate(groups):
@@ -210,15 +213,15 @@ def made_groups(*groups):
 
 
 def add_all(functions, prompts, groups):
-    """A queue to which all groups are added."""
+    """Return a queue with all groups added."""
     queue = RewardQueue(functions, prompts)
     for group in groups:
         queue.add(group)
     return queue
 
 
-def test_row_23_25_a_function_of_this_process_that_raises_or_hangs_ends_the_run_as_one_of_a_process_does():
-    """With function and row; its thread is left behind."""
+def test_row_23_25_an_in_process_function_that_raises_or_hangs_ends_the_run():
+    """The error names function and row; a hanging thread is left behind."""
     prompts, groups = made_groups(("a",))
     is_over = threading.Event()
 
@@ -241,15 +244,15 @@ def test_row_23_25_a_function_of_this_process_that_raises_or_hangs_ends_the_run_
 
 
 def test_an_empty_answer_that_continues_the_prompts_last_message_is_a_message():
-    """Rewards read the last message of each completion."""
+    """Reward functions may therefore always read the last message of a completion."""
     prompt = [user("a"), assistant("so")]
     _, [[rollout]] = made_groups(("",))
     record = EpisodeRecord([TurnRecord(0, 1, "stop")], prompt=prompt, row=Row(prompt, {}, "f:1"))
     assert completion_messages(replace(rollout, episode=record), letter_tokenizer()) == [assistant("")]
 
 
-def test_as_many_calls_as_workers_are_under_way_while_groups_are_added(load_reward, tmp_path):
-    """Eight groups, four workers: four calls run side by side, and no fifth begins."""
+def test_one_call_per_worker_runs_while_groups_are_added(load_reward, tmp_path):
+    """With eight groups and four workers, four calls run concurrently and no fifth begins."""
     prompts, groups = made_groups(*[("a", "b")] * 8)
     queue = add_all({"waits": load_reward("waits", num_workers=4)}, prompts, groups)
     wait_for(lambda: len(list(tmp_path.glob("begun_*"))) == 4, "four calls did not begin")
@@ -261,8 +264,8 @@ def test_as_many_calls_as_workers_are_under_way_while_groups_are_added(load_rewa
     assert not queue.is_busy
 
 
-def test_an_async_function_judges_all_prompts_together(load_reward):
-    """In one process and here: eight calls, none of which ends before all have begun."""
+def test_an_async_function_scores_all_prompts_concurrently(load_reward):
+    """In one worker and in this process, eight calls wait for each other before any returns."""
     begun = threading.Barrier(8)
 
     async def meets_all(completions):
@@ -274,11 +277,11 @@ def test_an_async_function_judges_all_prompts_together(load_reward):
     assert queue.finish(range(8)).rewards.tolist() == [[1.0, 1.0]] * 16
 
 
-def test_row_27_rewards_depend_neither_on_the_order_of_adding_nor_on_the_workers(load_reward):
-    """Random ones too, and those of a function that looks at the whole call; they come in order of the samples.
+def test_row_27_rewards_do_not_depend_on_the_order_of_groups_or_the_number_of_workers(load_reward):
+    """This includes random rewards and rewards that depend on the whole call; they come in sample order.
 
-    Rollouts stay as sampled, with their texts. Pitfalls 15 and 16. An empty completion is scored, and a rank
-    without rollouts has rewards of none: fault 29.
+    Rollouts stay as sampled, with their texts. Pitfalls 15 and 16. Empty completions are scored, and a rank without
+    rollouts gets an empty tensor: fault 29.
     """
     prompts, groups = made_groups(*[("a", "", "ab")] * 6)
     functions = {"draws": load_reward("draws")}
@@ -294,8 +297,8 @@ def test_row_27_rewards_depend_neither_on_the_order_of_adding_nor_on_the_workers
     assert found.texts == ["a", "", "ab"] * 6
 
 
-def test_a_slow_function_of_the_script_holds_nothing_up_and_is_called_for_one_prompt_at_a_time():
-    """It runs in another thread; `finish` alone waits for it."""
+def test_a_slow_in_process_function_blocks_nothing_and_gets_one_prompt_at_a_time():
+    """It runs in another thread, and only `finish` waits for it."""
     prompts, groups = made_groups(("a", "bb"), ("ccc", "dddd"))
     is_open, calls = threading.Event(), []
 
@@ -313,10 +316,10 @@ def test_a_slow_function_of_the_script_holds_nothing_up_and_is_called_for_one_pr
     assert calls == [["a", "bb"], ["ccc", "dddd"]]
 
 
-def test_a_reward_model_is_called_once_with_all_in_the_order_asked_for():
-    """Its batches are those of the whole phase; columns go by the order of the functions.
+def test_a_reward_model_is_called_once_for_all_groups_in_the_requested_order():
+    """It batches all groups of the step; the columns follow the order of the functions.
 
-    A reward that does not apply is NaN: a 0 would enter its group's mean and std. Pitfall 59.
+    A reward that does not apply is NaN, because a 0 would count in its group's mean and std. Pitfall 59.
     """
     prompts, groups = made_groups(("a", "bb"), ("ccc", "dddd"))
     calls = []
@@ -334,8 +337,8 @@ def test_a_reward_model_is_called_once_with_all_in_the_order_asked_for():
     assert calls == [["a", "bb", "ccc", "dddd"]]
 
 
-def test_row_23_a_failure_is_raised_while_other_calls_are_under_way(load_reward):
-    """Once it is there, without waiting for the others; it does not become a reward."""
+def test_row_23_a_failure_is_raised_while_other_calls_are_in_flight(load_reward):
+    """The error is raised at once, without waiting for the other calls, and does not become a reward."""
     prompts, groups = made_groups(("ok",), ("bad",))
     queue = add_all({"f": load_reward("raises_beside_a_hang", num_workers=2)}, prompts, groups)
     for wait in (lambda: wait_for(queue.poll, "no call failed"), lambda: queue.finish(range(2))):
@@ -344,8 +347,8 @@ def test_row_23_a_failure_is_raised_while_other_calls_are_under_way(load_reward)
         assert queue.is_busy
 
 
-def test_row_25_a_calls_time_begins_when_a_worker_has_got_it(load_reward, tmp_path, monkeypatch):
-    """Each of three calls takes 40 s and may take 60. They wait for one worker, the last of them for 80."""
+def test_row_25_the_time_limit_of_a_call_starts_when_a_worker_gets_it(load_reward, tmp_path, monkeypatch):
+    """Each of three calls takes 40 s of its limit of 60 s. They share one worker, so the last one waits for 80 s."""
     prompts, groups = made_groups(*[("a",)] * 3)
     function = load_reward("waits", timeout_s=60.0)
     monkeypatch.setattr(function._loop, "time", lambda: 40.0 * len(list(tmp_path.glob("begun_*"))))

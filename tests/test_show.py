@@ -1,4 +1,4 @@
-"""Rollouts in the terminal: a step's rollouts, and the messages when there is nothing to show."""
+"""`show` prints a step's rollouts to the terminal, and clear errors when there is nothing to show."""
 
 import json
 
@@ -27,10 +27,10 @@ ANSWER = {**EPISODE, "id": [3, 0], "prompt": "1+1=", "completion": "2\x1b[2J", "
 del ANSWER["segments"]
 
 
-def test_rollouts_are_shown_in_segments_but_for_a_damaged_line(tmp_path, monkeypatch, capsys):
-    """By default the last step's; also an answer without turns. Fault 57: no control character reaches the terminal.
+def test_rollouts_are_shown_in_segments_and_a_corrupt_line_is_rejected(tmp_path, monkeypatch, capsys):
+    """The last step is the default. Single-turn rollouts have one segment. Missing runs and steps are rejected.
 
-    What cannot be shown is refused.
+    Fault 57: no control character reaches the terminal.
     """
     monkeypatch.setenv("MINIRL_RUNS", str(tmp_path))
     path = tmp_path / "mine" / "rollouts" / "000012.jsonl"

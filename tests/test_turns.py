@@ -1,4 +1,4 @@
-"""Requests of several turns: tokens appended between them are computed alone, and nothing sampled depends on it."""
+"""Multi-turn requests: prefilling only the appended tokens changes no sampled token."""
 
 import random
 from dataclasses import dataclass, replace
@@ -32,14 +32,14 @@ TURN_TOKENS = 7
 
 @dataclass(frozen=True)
 class Episode:
-    """The request of a first turn; then replies, of no token to hundreds, with the stop tests of the next turns."""
+    """The request for a first turn, and the later turns' replies (0 to 100 tokens) with their stop tests."""
 
     first: Request
     replies: list[tuple[list[int], StopStrings | None]]
 
 
 def random_episodes(rng: random.Random) -> list[Episode]:
-    """Groups of 1 to 6 over prompts of up to five blocks, which take 1 to 4 turns at several temperatures."""
+    """Return groups of 1 to 6 episodes with 1 to 4 turns at several temperatures; prompts span up to five blocks."""
     episodes = []
     stop_tests = [None, *(StopStrings(letter_tokenizer(), one) for one in ("abcdef", ("ab", *"ghijkl")))]
     for number in range(rng.randint(1, 6)):
@@ -65,7 +65,7 @@ def random_episodes(rng: random.Random) -> list[Episode]:
 
 
 def random_options(rng: random.Random) -> dict[str, int | bool]:
-    """An engine in which requests are preempted, evicted, late, padded or alone."""
+    """Return engine options that cause preemption, eviction, late admission, padding and batches of one."""
     return {
         "max_running_requests": rng.choice((1, 2, 3, 7, 64)),
         "max_prefill_tokens": rng.choice((1, 40, 300, 8192)),
@@ -85,7 +85,7 @@ Ends = dict[RolloutId, tuple[Stream, str]]
 
 
 def run_episodes(engine: Engine, episodes: list[Episode], rng: random.Random) -> Ends:
-    """The tokens after the prompts, and the last finish reasons. A reply comes some steps after its turn."""
+    """Return each episode's tokens after the prompt and its last finish reason. Replies arrive steps later."""
     by_id = {episode.first.rollout_id: episode for episode in episodes}
     left = {rollout_id: list(episode.replies) for rollout_id, episode in by_id.items()}
     waiting, ends = [], {}
@@ -109,7 +109,7 @@ def run_episodes(engine: Engine, episodes: list[Episode], rng: random.Random) ->
 
 
 def expected_ends(attention: str, episodes: list[Episode]) -> Ends:
-    """The reference: each turn is a separate request, whose prompt is everything before."""
+    """Return the reference: each turn is a separate request whose prompt is everything before it."""
     engine, ends = engine_of(attention), {}
     for episode in episodes:
         first = episode.first
@@ -128,16 +128,17 @@ def expected_ends(attention: str, episodes: list[Episode]) -> Ends:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, *(slow(seed) for seed in range(3, 20))])
-def test_turns_sample_what_they_sample_after_a_prefill_of_all_before(seed):
-    """Tokens, logprobs, mask and ends, in any batch, cache and order of replies, late or not, also where requests are
-    preempted or evicted, for lack of blocks alone, and in a later phase. With stop strings the text of the turn alone
-    is searched. No block is lost. Pitfall 15.
+def test_turns_sample_the_same_as_after_a_full_prefill(seed):
+    """Compare tokens, logprobs, masks and finish reasons in random batches, caches, reply orders and delays.
+
+    Requests are preempted or evicted for lack of blocks, and a second phase repeats the first. Stop strings match only
+    within their turn's text. No block leaks. Pitfall 15.
     """
     rng = random.Random(seed)
     attention = rng.choice(list(WINDOWS))
     episodes, options = random_episodes(rng), random_options(rng)
     expected = expected_ends(attention, episodes)
-    # What all episodes take at once. One token more than an episode has may be decoded.
+    # The tokens that all episodes need at once; the engine may decode one token past an episode's end.
     lengths = [len(e.first.prompt_ids) + len(expected[e.first.rollout_id][0]) + 1 for e in episodes]
     num_tokens = BLOCK * sum(ceil_div(length, BLOCK) for length in lengths)
     if seed % 3 == 1:
@@ -155,16 +156,16 @@ def test_turns_sample_what_they_sample_after_a_prefill_of_all_before(seed):
             assert found_reason == finish_reason
         assert has_memory(engine) == options["keeps_cache"]
         assert engine._cache.blocks.ref_counts.sum() == options["cuda_graphs"], "a block is lost"
-    # Parked requests with states take slots, too.
+    # Parked requests of models with recurrent states occupy slots too, so the check excludes these models.
     if num_tokens <= engine.cache_tokens and attention != "states":
         stats = engine.take_stats()
         assert stats.preemptions == stats.evictions == 0
 
 
-def test_appended_tokens_of_one_forward_are_at_most_those_of_a_prefill():
-    """Of many requests that are resumed at once. The others are computed in the next steps, each token once.
+def test_prefill_of_appended_tokens_respects_max_prefill_tokens():
+    """When many requests resume at once, their appended tokens are prefilled over several steps, each token once.
 
-    Nothing that the cache holds is computed again.
+    No cached token is computed again.
     """
     engine = make_engine(cached_model("full", torch.float32), max_prefill_tokens=100)
     requests = [

@@ -1,1 +1,1 @@
-"""Helpers of several test files."""
+"""Helpers shared by several test files."""

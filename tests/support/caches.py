@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def cache_config(windows: dict[int, int | None], *, num_kv_heads: int, groups: int, head_dim: int) -> Any:
-    """What a cache reads of the config of a model that has attention in these layers."""
+    """Return the config fields that a cache reads, for a model with attention in these layers."""
     return SimpleNamespace(
         attention_windows=windows,
         delta_net=None,
@@ -28,7 +28,7 @@ def cache_config(windows: dict[int, int | None], *, num_kv_heads: int, groups: i
 
 
 def make_cache(window: int | None, groups: int, dim: int, dtype: torch.dtype) -> tuple[KVCache, list[int]]:
-    """A pool of random keys and values with prompts, their forks, and rows that have decoded past a block's border."""
+    """Return a cache of random keys and values, and its rows: prompts, forks, and rows decoded past a block border."""
     config = cache_config({0: window}, num_kv_heads=2, groups=groups, head_dim=dim)
     cache = KVCache(config, num_tokens=96 * BLOCK, max_sequences=32, dtype=dtype, device=CPU)
     parents = [cache.blocks.add(length) for length in (1, 64, 127, 128, 131, 300)]
@@ -43,7 +43,7 @@ def make_cache(window: int | None, groups: int, dim: int, dtype: torch.dtype) ->
 
 
 def poison(cache: KVCache, rows: Iterable[int] = ()) -> None:
-    """Fill free blocks, and the rest of these rows' last blocks, with NaN."""
+    """Fill free blocks with NaN, and the unused slots in the last block of each of these rows."""
     pool, free = cache.pool, cache.blocks.free
     pool.keys[:, free], pool.values[:, free] = torch.nan, torch.nan
     for row in rows:
@@ -54,7 +54,7 @@ def poison(cache: KVCache, rows: Iterable[int] = ()) -> None:
 
 
 def paged_read(cache: KVCache, rows: list[int]) -> PagedMetadata:
-    """What the paged kernel reads in a step of these rows; the rest of a table's row is void."""
+    """Return the paged kernel's metadata for a decode step of these rows; unused table columns hold garbage."""
     lengths = torch.from_numpy(cache.blocks.lengths[rows]).int()
     num_columns = (int(lengths.max()) - 1) // BLOCK + 1
     wide = torch.full((len(rows), num_columns + 4), 10**6, dtype=torch.int32)
@@ -65,9 +65,9 @@ def paged_read(cache: KVCache, rows: list[int]) -> PagedMetadata:
 def decoded_both_ways(
     device: torch.device, window: int | None, groups: int, dim: int, dtype: torch.dtype, chosen: Iterable[int]
 ) -> tuple[Tensor, Tensor]:
-    """The results of the paged kernel on a device, and of the portable one in fp32, for these rows of `make_cache`.
+    """Return the outputs of the paged kernel on a device and of portable fp32 attention, for rows of `make_cache`.
 
-    The paged kernel's pool has NaN where it must not read.
+    The paged kernel's pool has NaN in all slots that it must not read.
     """
     from minirl.extras.kernels import paged_attention
 
@@ -83,7 +83,7 @@ def decoded_both_ways(
 
 
 def decode_layout(cache: KVCache, rows: list[int]) -> DecodeLayout:
-    """The layout of a step of these rows' last tokens."""
+    """Return the layout of a decode step for these rows' last tokens."""
     inputs = map(torch.from_numpy, cache.begin_step(np.array(rows), cache.blocks.lengths[rows] - 1))
     return cache.decode_layout(*inputs)
 

@@ -1,4 +1,4 @@
-"""Collectors over a tiny model, whose prompts and texts are letters."""
+"""Collectors over a tiny model whose vocabulary is letters."""
 
 import asyncio
 import functools
@@ -23,7 +23,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 MAX_NEW_TOKENS = 60
 
 
-# The end of a turn is special, and so is its beginning.
+# Both the start and the end of a turn are special tokens.
 CHAT = (
     "{% for m in messages %}<turn>{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<turn>a:{% endif %}"
@@ -32,7 +32,7 @@ CHAT = (
 
 @functools.cache
 def letter_tokenizer(template=None, *, chat=False) -> ChatTokenizer:
-    """A tokenizer of one id per letter, with the model's number of ids."""
+    """Return a tokenizer with one id per letter and the model's vocabulary size."""
     with tempfile.TemporaryDirectory() as folder:
         save_tokenizer(folder, template, tokens=(*TOKENS, *"ABCDEFGHIJKLMN"), single="$A")
         tokenizer = ChatTokenizer(Path(folder), chat=chat)
@@ -41,7 +41,7 @@ def letter_tokenizer(template=None, *, chat=False) -> ChatTokenizer:
 
 
 class Prompts(PromptStream):
-    """Prompts whose completions differ in length: no stop token, and one limit each."""
+    """Prompts whose completions have given lengths: without stop tokens, each with its own limit."""
 
     def __init__(self, length_of=None, *, num_rows=40, max_new_tokens=MAX_NEW_TOKENS, tokenizer=None):
         rng = random.Random(0)
@@ -64,16 +64,16 @@ class Prompts(PromptStream):
 
 
 def sums(completion_ids):
-    """A reward that tells any two completions apart."""
+    """Return rewards that differ for any two completions."""
     return [float(sum(i * n for n, i in enumerate(ids, 1))) for ids in completion_ids]
 
 
 def make_collector(
     prompts=None, *, functions=None, engine_options=None, round_tokens=None, **options
 ) -> Collector:
-    """A collector of groups of three, rewarded by `functions`, or else by `sums`.
+    """Return a collector with groups of three, rewarded by `functions` or by `sums`.
 
-    round_tokens: the most tokens that a rollout samples in a round, with `max_staleness`.
+    round_tokens: maximum number of tokens per rollout and round, with `max_staleness`.
     """
     prompts = prompts or Prompts()
     model = cached_model("mixed", torch.float32)
@@ -86,7 +86,7 @@ def make_collector(
 
 
 async def calculator(episode: Episode):
-    """Up to three turns, with a reply after each that depends on the sampled text."""
+    """Sample three turns; the reply after each depends on the sampled text."""
     turn = await episode.generate(stop="e", max_tokens=15)
     for _ in range(2):
         reply = "xyz" if "a" in turn.text else LETTERS[len(turn.ids)] * (episode.seed % 40)
@@ -99,7 +99,7 @@ def chat_prompts(max_new_tokens=MAX_NEW_TOKENS, template=CHAT) -> Prompts:
 
 
 def unhurried(rollout):
-    """The same function with a random wait before each request."""
+    """Return the same rollout function with a random delay before each request."""
 
     async def waiting(episode):
         ask = episode.branches[0].request_turn
@@ -115,7 +115,7 @@ def unhurried(rollout):
 
 
 async def branching(episode: Episode):
-    """Turns in several branches. One episode in three has no turn in its own branch."""
+    """Sample turns in several branches. One episode in three has no turn in its first branch."""
     if episode.seed % 3 > 0:
         await episode.generate(max_tokens=5)
     other = episode.branch("xyz" + "".join(turn.text[:2] for turn in episode.turns))
@@ -130,14 +130,14 @@ async def branching(episode: Episode):
 
 
 def facts(rollout: Rollout) -> tuple:
-    """The parts of a rollout that must be equal, bit for bit."""
+    """Return the parts of a rollout that must be bitwise equal."""
     fields = ["id", "is_sampled", "logprob"]
     branches = [(one.rollout_id, one.finish_reason, one.stream[fields].tolist()) for one in rollout.branches]
     return rollout.rollout_id, rollout.finish_reason, branches
 
 
 def resumed(first: Collector, second: Collector) -> Collector:
-    """The second collector, which continues from a checkpoint of the first one."""
+    """Return the second collector, resumed from a checkpoint of the first one."""
     second.in_flight.restore(first.in_flight.num_served, first.in_flight.ordinals)
     first.close()
     return second
@@ -146,20 +146,20 @@ def resumed(first: Collector, second: Collector) -> Collector:
 def collected(
     collector: Collector, num_steps: int, num_groups: int = 4, *, first_step: int = 0
 ) -> list[list[tuple]]:
-    """The rollouts and rewards of some steps; a reward that does not apply is infinite, as NaN equals nothing."""
+    """Return the rollouts and rewards of several steps. NaN rewards become infinite, so that they compare equal."""
     steps = []
     for step in range(first_step, first_step + num_steps):
         groups = collector.collect(num_groups, weight_version=step)
-        assert not collector.engine.is_busy, "the engine keeps what has ended"
+        assert not collector.engine.is_busy, "the engine keeps finished requests"
         rewards = groups.rewarded.rewards.nan_to_num(math.inf).tolist()
         steps.append([(*facts(r), x) for r, x in zip(groups.rewarded.rollouts, rewards, strict=True)])
     return steps
 
 
 def assert_pauses_change_nothing(make, whole: Collector, *, budget=6) -> None:
-    """Rollouts that pause between rounds, or begin again after a checkpoint, are those of one whole step.
+    """Assert that pauses between rounds and restarts after a checkpoint do not change the rollouts.
 
-    make: makes a collector with further options. whole: collects that step.
+    make: makes a collector with further options. whole: collector that makes the same rollouts in one step.
     """
     pausing = {"round_tokens": budget, "max_staleness": 3}
     collector = make(**pausing)
@@ -168,7 +168,7 @@ def assert_pauses_change_nothing(make, whole: Collector, *, budget=6) -> None:
     again = resumed(collector, make(**pausing))
     later = {row[0]: row for step in collected(again, 2, 2, first_step=2) for row in step}
     again.close()
-    assert not found.keys() & later.keys(), "a prompt is served twice"
+    assert not found.keys() & later.keys(), "a prompt is drawn twice"
     found |= later
     (expected,) = collected(whole, 1, 1 + max(found)[0])
     assert found == {row[0]: row for row in expected if row[0] in found}

@@ -39,7 +39,7 @@ DELTA_NET = {
 def make_model(
     attention: str, dtype: torch.dtype, *, seed: int = 0, adapters: Adapters | None = None
 ) -> Transformer:
-    """A random model whose next-token distribution depends on the whole context and is neither flat nor peaked."""
+    """Return a random model whose next-token distribution depends on the whole context, neither flat nor peaked."""
     raw = {
         **RAW_CONFIG,
         "model_type": "llama",
@@ -75,7 +75,7 @@ def make_engine(
     headroom_tokens: int = 0,
     **kwargs: int | bool,
 ) -> Engine:
-    """Without room to decode after an admission, so that full caches preempt requests of few tokens too."""
+    """Return an engine without headroom tokens, so that full caches preempt short requests too."""
     dtype = model.lm_head.weight.dtype
     return Engine(
         model,
@@ -89,7 +89,7 @@ def make_engine(
 
 
 def has_memory(engine: Engine) -> bool:
-    """Whether the memory of its cache, or a graph that reads it, is allocated."""
+    """Return whether the cache, or a CUDA graph that reads it, is allocated."""
     return "pool" in vars(engine._cache) or engine._graphs is not None
 
 
@@ -114,14 +114,14 @@ def make_prompt(length: int) -> list[int]:
 def next_turn(
     request: Request, rollout: SampledSequence, reply: Sequence[int], num_tokens: int, **changes
 ) -> Request:
-    """The request for another turn of up to `num_tokens`, after a reply."""
+    """Return the request for another turn of up to `num_tokens` after a reply."""
     sampled = np.concatenate([rollout.after_prompt, unsampled_stream(reply)])
     start = len(sampled)
     return replace(request, sampled=sampled, turn_start=start, max_new_tokens=start + num_tokens, **changes)
 
 
 def mixed_requests() -> list[Request]:
-    """Pairs at two temperatures; prompts short, just under, at and over the border of a cache block."""
+    """Return pairs of requests at two temperatures, with short prompts and prompts around a cache block's size."""
     return [
         make_request(make_prompt(length), number=number, member=member, temperature=(1.0, 0.7)[number % 2])
         for number, length in enumerate((5, 117, 126, 127, 128, 129, 150))
@@ -139,27 +139,27 @@ def finish(engine: Engine, count: int) -> list[SampledSequence]:
 
 
 def run(engine: Engine, requests: Sequence[Request], *, weight_version: int = 0) -> list[SampledSequence]:
-    """`Engine.generate`, but a run that makes no progress fails instead of hanging."""
+    """Generate like `Engine.generate`, but fail instead of hanging without progress."""
     engine.submit(requests, weight_version=weight_version)
     return finish(engine, len(requests))
 
 
 def hidden_states(model: Transformer, *sequences: Tensor) -> Tensor:
-    """The states [T, D] of sequences that are packed end to end."""
+    """Return the hidden states [T, D] of packed sequences."""
     layout = PackedLayout(tuple(attention.Sequence(len(tokens)) for tokens in sequences), CPU)
     return model(torch.cat(sequences), layout.positions, layout)
 
 
 def scores_of(model: Transformer, rollouts: Sequence[SampledSequence]) -> Tensor:
-    """The scoring path's logprobs of rollouts that are packed end to end."""
+    """Return the scoring path's logprobs of packed rollouts."""
     return score_batch(model, with_infos(pack(rollouts), num_prompt_tokens=0))[0]
 
 
 def score_at(model: Transformer, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-    """`score_batch` of tokens that were all sampled at this temperature."""
+    """Return `score_batch` of tokens that were all sampled at one temperature."""
     return score_batch(model, with_infos(batch, temperature=temperature))
 
 
 def with_infos(batch: Batch, **fields: Any) -> Batch:
-    """A copy whose sequences have these fields."""
+    """Return a copy of the batch with these fields replaced in all sequences."""
     return batch.replace(sequences=tuple(sequence._replace(**fields) for sequence in batch.sequences))

@@ -1,4 +1,4 @@
-"""Tiny random models of every family, made by transformers."""
+"""Tiny random models of every family, created with transformers."""
 
 import dataclasses
 import functools
@@ -51,7 +51,7 @@ DELTA_NET = {
 }
 GAINS = {"q_proj": 2.0, "k_proj": 2.0, "lm_head": 3.0, "score": 3.0}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
-# name: (family, the keys that differ from `make_checkpoint`'s own, the windows of the layers)
+# name: (family, config keys that differ from `make_checkpoint`'s defaults, window of each layer)
 CASES = {
     "llama": ("Llama", {}, (None, None)),
     "llama_tied_mha": (
@@ -146,15 +146,15 @@ CASES = {
 }
 
 
-# Published models, from memory: "models" has config.json without keys of the tokenizer, and billions of parameters;
-# The types of "mixtures" run by transformers' modules.
+# Published models. "models" maps each one to its config.json without tokenizer keys and to its parameters in billions;
+# the types in "mixtures" run with transformers' modules.
 PUBLISHED_KEYS = json.loads(Path(__file__).with_name("published.json").read_text())
 PUBLISHED = PUBLISHED_KEYS["models"]
 
 
 @functools.cache
 def make_checkpoint(name, scalar_head=False, **more_keys):
-    """A transformers model with weights at which every feature matters: norms off 1, biases off 0, sharp attention."""
+    """Return a transformers model whose weights exercise every feature: norms != 1, biases != 0, sharp attention."""
     family, overrides, _ = CASES[name]
     auto_class = AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
     keys = {
@@ -188,7 +188,7 @@ def make_checkpoint(name, scalar_head=False, **more_keys):
 
 
 def twin(oracle: Any, **options: bool) -> Transformer:
-    """The model here with the weights of one of transformers."""
+    """Return minirl's model with the weights of a transformers model."""
     model = Transformer(config_from_dict(oracle.config.to_dict()), **options)
     parameters = dict(oracle.named_parameters())
     for name, parameter in model.named_parameters():
@@ -199,7 +199,7 @@ def twin(oracle: Any, **options: bool) -> Transformer:
 
 @torch.no_grad()
 def logit_error(oracle: Any, model: Transformer) -> float:
-    """The relative error of the model's logits to those of transformers."""
+    """Return the relative error of the model's logits against transformers."""
     tokens = torch.arange(150) * 7 % model.config.vocab_size
     layout = PackedLayout((Sequence(150),), torch.device("cpu"))
     got = head_logits(model(tokens, layout.positions, layout), model.head).double()
@@ -208,7 +208,7 @@ def logit_error(oracle: Any, model: Transformer) -> float:
 
 
 def adapted(folder, adapters, dtype=torch.float32, *, seed=None):
-    """The folder's model with adapters: new ones, or of a seed, random up to their rank."""
+    """Return the folder's model with adapters: new ones, or with a seed, random ones of full rank."""
     config = dataclasses.replace(read_config(folder), adapters=adapters)
     model = make_meta_model(config)
     model.to(dtype).to_empty(device="cpu")
@@ -224,7 +224,7 @@ def adapted(folder, adapters, dtype=torch.float32, *, seed=None):
 
 @torch.no_grad()
 def check_peft(folder: Path, saved: Path, auto_class: Any) -> None:
-    """PEFT has the logits of training with a model's adapters; minirl reads them, and what PEFT saves, as merged."""
+    """Check that PEFT reproduces training's logits from saved adapters, and that minirl loads merged weights."""
     peft = pytest.importorskip("peft")
     model = adapted(folder, Adapters(2), seed=0)
     adapters = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
@@ -238,7 +238,7 @@ def check_peft(folder: Path, saved: Path, auto_class: Any) -> None:
 
 
 def flags_to_train(model: Path) -> str:
-    """Give a small model the embedded one's tokenizer; the flags to train it, on rows and by a reward beside it."""
+    """Give a small model the embedded model's tokenizer; return flags to train it on new rows with a new reward."""
     save_tokenizer(model)
     data = write_rows(model.with_name("data.jsonl"), [{"prompt": f"{i}{9 - i}="} for i in range(9)])
     flags = "--prompts-per-step 4 --group-size 4 --max-new-tokens 8 --lr 1e-3 --temperature 9"
@@ -246,7 +246,7 @@ def flags_to_train(model: Path) -> str:
 
 
 def family_table() -> dict[str, float]:
-    """Of each family the largest relative error of its cases' logits to transformers' (fp32)."""
+    """Return each family's largest relative logit error against transformers over its cases (fp32)."""
     errors: dict[str, float] = {}
     for name in CASES:
         oracle = make_checkpoint(name)

@@ -1,6 +1,6 @@
-"""Fork processes from one that has imported the library: 0.1 s of a core each, 6 s in a fresh interpreter.
+"""Fork processes from one that has imported the library: 0.1 s of CPU time each, instead of 6 s for a fresh one.
 
-All share one hash seed; under torchrun each rank has its own.
+All share one hash seed; under torchrun, each rank has its own.
 """
 
 import functools
@@ -21,7 +21,7 @@ TESTS = Path(__file__).parent.parent
 
 
 def python_path() -> str:
-    """PYTHONPATH for the project and its tests, with the caller's folders after them."""
+    """Return a PYTHONPATH with the project and its tests, followed by the caller's folders."""
     return os.pathsep.join(filter(None, [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH")]))
 
 
@@ -29,29 +29,29 @@ def python_path() -> str:
 def _context() -> Any:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["support.preloaded"])
-    # Before Python 3.12.4 the server does not get our sys.path.
+    # Before Python 3.12.4, the fork server does not inherit sys.path.
     with mock.patch.dict(os.environ, PYTHONPATH=python_path()):
         ensure_running()
     return context
 
 
 def make_pipe() -> Any:
-    """Both ends of a pipe to a process that is forked next."""
+    """Return both ends of a pipe to the next forked process."""
     return _context().Pipe()
 
 
 def fork(target: Callable[..., Any], *args: Any) -> BaseProcess:
-    """Start a process that runs `target(*args)`; it is killed when this one ends."""
+    """Start a process that runs `target(*args)` and is killed when this process exits."""
     process = _context().Process(target=target, args=args, daemon=True)
     process.start()
     return process
 
 
 class ForkedScript:
-    """A Python script in a forked process with its own session; used like `subprocess.Popen`."""
+    """A Python script in a forked process with its own session, with the interface of `subprocess.Popen`."""
 
     def __init__(self, command: Sequence[str], *, env: Mapping[str, str], output: Path):
-        """command: the script and its arguments. output: the file that takes stdout and stderr."""
+        """command: the script and its arguments. output: file for stdout and stderr."""
         self._process = fork(_run_script, [*map(str, command)], dict(env), str(output), os.getcwd())
         assert self._process.pid is not None
         self.pid = self._process.pid

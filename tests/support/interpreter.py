@@ -1,4 +1,4 @@
-"""Triton's interpreter, which runs kernels on the CPU. Import it before triton."""
+"""Triton's interpreter, which runs kernels on the CPU. Import this module before triton."""
 
 import importlib.util
 import os
@@ -20,7 +20,7 @@ needs_interpreter = pytest.mark.skipif(
 
 
 def run_with_compiler(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run Python in a process without the interpreter: kernels made under it cannot be compiled."""
+    """Run Python in a process without the interpreter, because kernels defined under it cannot be compiled."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = python_path()
     command = [sys.executable, *arguments]
@@ -28,7 +28,7 @@ def run_with_compiler(*arguments: str | Path) -> subprocess.CompletedProcess[str
 
 
 def mend_interpreter(monkeypatch):
-    """Repair Triton 3.6: it multiplies the bits of bf16 as integers, and makes loop bounds that NumPy 2.4 refuses."""
+    """Fix Triton 3.6, which multiplies bf16 bits as integers, and creates loop bounds that NumPy 2.4 rejects."""
     import triton.language as tl
     from triton.runtime import interpreter
 

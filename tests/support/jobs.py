@@ -1,4 +1,4 @@
-"""Programs as ranks: processes with torchrun's variables, and the files that take their output."""
+"""Run programs as ranks: processes with torchrun's environment variables, and files for their output."""
 
 import os
 import signal
@@ -15,12 +15,12 @@ from torch.distributed import TCPStore
 from support.forked import ForkedScript, python_path
 
 ROOT = Path(__file__).parent.parent.parent
-LIMIT_S = 600.0  # for what takes seconds: only a hang reaches it, however busy the machine is
+LIMIT_S = 600.0  # timeout for operations that take seconds, so that only a hang reaches it on a busy machine
 
 
 @dataclass
 class Job:
-    """Processes, one for each rank (or torchrun alone), the files that take their output, and the ranks' store."""
+    """Processes, one per rank (or only torchrun), the files with their output, and the ranks' store."""
 
     processes: list[ForkedScript | subprocess.Popen]
     files: list[Path]
@@ -34,7 +34,7 @@ class Job:
         wait_for(lambda: all(text in self.output(rank) for rank in ranks), f"{text!r} was not printed")
 
     def codes(self) -> list[int]:
-        """Exit codes of all processes."""
+        """Wait for all processes; return their exit codes."""
         return [process.wait(LIMIT_S) for process in self.processes]
 
     def kill(self) -> None:
@@ -54,13 +54,13 @@ def wait_for(condition: Callable[[], object], message: str) -> None:
 
 
 def start(folder: Path, commands: Sequence[Sequence[str]], **variables: str) -> Job:
-    """Start commands, as ranks if there are several. One that begins with a script is forked (`support.forked`).
+    """Start commands, as ranks if there are several. A command that begins with a script is forked (`support.forked`).
 
-    folder: takes the files with their output, and the runs.
+    folder: folder for output files and runs.
     """
     base = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     base |= {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "MINIRL_RUNS": str(folder), **variables}
-    # As torchrun's, the store outlives the ranks.
+    # Like torchrun's store, this one outlives the ranks.
     job = Job([], [], TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job.store.port)}
     address["TORCHELASTIC_USE_AGENT_STORE"] = "True"
@@ -81,7 +81,7 @@ def start(folder: Path, commands: Sequence[Sequence[str]], **variables: str) -> 
 
 @contextmanager
 def started(folder: Path, commands: Sequence[Sequence[str]], **variables: str) -> Iterator[Job]:
-    """A job of `start`; kills all its processes at the end."""
+    """Start a job with `start`; kill all its processes at the end of the block."""
     job = start(folder, commands, **variables)
     try:
         yield job
@@ -92,6 +92,6 @@ def started(folder: Path, commands: Sequence[Sequence[str]], **variables: str) -
 def torchrun(
     script: str | Path, *flags: str, options: Sequence[str] = ("--standalone",), ranks: int = 2
 ) -> list[str]:
-    """The command that starts a script on this number of ranks of a node under torchrun, by default the only node."""
+    """Return the torchrun command that starts a script with this number of ranks, by default on a single node."""
     command = [sys.executable, "-m", "torch.distributed.run", *options, f"--nproc-per-node={ranks}"]
     return [*command, str(script), *flags]

@@ -9,13 +9,13 @@ from minirl.training.batch import Batch, SequenceInfo
 
 
 def shared_layout(families, seed=0):
-    """Sequences of families (prompt, own tokens of each member), shuffled; the first of a family is the parent."""
+    """Return the layout of shuffled families (prompt, own tokens of each member); the first member is the parent."""
     nothing = torch.empty(0)
     return Batch(shuffled_members(families, seed), nothing, nothing).layout()
 
 
 def shuffled_members(families, seed):
-    """The infos of the members of these families."""
+    """Return the shuffled members' sequence infos."""
     infos = [
         SequenceInfo(RolloutId(i, sample), prompt + n, prompt)
         for i, (prompt, *owns) in enumerate(families)
@@ -25,7 +25,7 @@ def shuffled_members(families, seed):
     return tuple(infos)
 
 
-# Prompts around the borders of blocks, of one to five members, one without own tokens; two share nothing.
+# Prompts around block borders, with one to five members. One member has no own tokens; two families share nothing.
 FAMILIES = [
     (1, 3, 140),
     (127, 1, 2, 60),

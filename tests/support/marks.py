@@ -1,4 +1,4 @@
-"""Cases of a test that `pytest` leaves out of its choice; `pytest -m ""` and `.ci/run` run them too."""
+"""Mark slow test cases, which `pytest` skips by default; `pytest -m ""` and `.ci/run` run them."""
 
 from typing import Any
 
@@ -6,5 +6,5 @@ import pytest
 
 
 def slow(*values: Any) -> Any:
-    """A case of `parametrize` with these values."""
+    """Return a slow case of `parametrize` with these values."""
     return pytest.param(*values, marks=pytest.mark.slow)

@@ -1,4 +1,4 @@
-"""The peak of tensors in a piece of code, and what a rank is asked for in the tests of the memory budget."""
+"""Measure the memory of tensors in a call, and describe workloads for the tests of the memory budget."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from minirl.run.budget import Workload
 
 
 def allocated_bytes(function: Callable[[], Any]) -> tuple[int, int]:
-    """The most bytes that a call adds to those before it, and how many of them stay. On the CPU."""
+    """Return the peak of the bytes that a call allocates, and how many stay allocated. CPU only."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = function()
     assert profiler.profiler is not None
@@ -25,12 +25,12 @@ def allocated_bytes(function: Callable[[], Any]) -> tuple[int, int]:
     for event in events:
         allocated += event.nbytes()
         peak = max(peak, allocated)
-    del result  # until here it counts
+    del result  # the result counts up to here
     return peak, allocated
 
 
 def saved_bytes(model: nn.Module, function: Callable[[], Any]) -> int:
-    """How many bytes a forward call keeps for backward, besides the model's parameters. On any device, also meta."""
+    """Return the bytes that a forward call saves for backward, without parameters. Works on any device, even meta."""
     parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     saved: dict[int, Tensor] = {}
 
@@ -46,7 +46,7 @@ def saved_bytes(model: nn.Module, function: Callable[[], Any]) -> int:
 
 
 def make_workload(policy: ModelConfig, num_ranks: int = 1, **changes: Any) -> Workload:
-    """Of GRPO on GPUs of 80 GB in bf16: 128 x 8 completions of 512 tokens, prompts of 300."""
+    """Return a GRPO workload on 80 GB GPUs in bf16: 128 x 8 completions of 512 tokens, prompts of 300 tokens."""
     num_prompts = 128 // num_ranks
     asked = {
         "device_type": "cuda",

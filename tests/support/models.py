@@ -1,4 +1,4 @@
-"""Folders of tiny random models."""
+"""Model folders with tiny random models."""
 
 import dataclasses
 from pathlib import Path
@@ -12,7 +12,7 @@ from minirl.model.transformer import Transformer
 from minirl.model.weights import write_folder
 from minirl.training.sharded_model import ShardedModel
 
-# Odd sizes on purpose: neither the vocabulary nor the MLP divides by two ranks.
+# Odd sizes, so that neither the vocabulary nor the MLP is divisible by two ranks.
 RAW_CONFIG = {
     "model_type": "qwen2",
     "vocab_size": 33,
@@ -29,7 +29,7 @@ RAW_CONFIG = {
 def qwen2_config(
     hidden: int, inner: int, layers: int, heads: int, kv_heads: int, *, vocab: int = 151936, tied: bool = True
 ) -> dict[str, Any]:
-    """The config.json of a model of the Qwen2.5 family."""
+    """Return the config.json of a Qwen2.5 model."""
     return {
         "model_type": "qwen2",
         "vocab_size": vocab,
@@ -58,7 +58,7 @@ def sharded(
     adapters: Adapters | None = None,
     **options: Any,
 ) -> ShardedModel:
-    """The folder's model on the CPU, over all ranks."""
+    """Return the folder's model, sharded over all ranks on the CPU."""
     config = dataclasses.replace(read_config(folder), scalar_head=scalar_head, adapters=adapters)
     return ShardedModel(config, folder, dtype=dtype, device=torch.device("cpu"), **options)
 

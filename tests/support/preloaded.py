@@ -1,5 +1,5 @@
 # ruff: noqa: F401
-"""All that a run imports sooner or later; the processes of `support.forked` begin with it."""
+"""Import everything that a run may import; the processes of `support.forked` start from here."""
 
 import gc
 
@@ -18,9 +18,9 @@ from minirl.run import embedded_model
 from minirl.run.config import RunConfig
 
 torch.set_num_threads(1)
-# Making the 20,000 rows of the embedded task takes a part of a short run. They are the same for all runs.
+# Preload the 20,000 rows of the embedded task, because all runs use the same rows and making them takes time.
 _task = embedded_model.load_sorting()
 embedded_model.EMBEDDED_TASKS["sorting"] = lambda: _task
-RunConfig.eval_rows = 8  # of 256: evaluations take most of a short run
+RunConfig.eval_rows = 8  # instead of 256, because evaluations would dominate a short run
 gc.collect()
-gc.freeze()  # a collection in a forked process would copy the memory of all this
+gc.freeze()  # otherwise garbage collection in a forked process would copy all this memory

@@ -1,7 +1,7 @@
-"""A pretended CUDA device: tensors with its name in host memory, which may not mix with those of the host.
+"""A fake CUDA device: its tensors are in host memory but claim to be on the device, and may not mix with CPU tensors.
 
-All values are real, so code that depends on them runs, and so does backward (in which nothing is checked). It does not
-show the results of CUDA's kernels, only the devices of their arguments.
+All values are real, so code that depends on them works. Backward works too, without checks. The fake tests only the
+devices of arguments, not the results of CUDA kernels.
 """
 
 from typing import Any
@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
-# They only look at their arguments, for `nn.Module.to`.
+# Functions that `nn.Module.to` uses to inspect its arguments.
 QUESTIONS = (torch._C._nn._parse_to, torch._has_compatible_shallow_copy_type)
-# They may take tensors of two devices.
+# Functions that may take tensors of two devices.
 MOVES = (Tensor.to, Tensor.cpu, Tensor.copy_, Tensor.data.__set__, torch._foreach_copy_)
 
 
 class OnDevice(Tensor):
-    """A tensor that says that it is on the device."""
+    """A tensor that claims to be on the device."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -31,11 +31,11 @@ class OnDevice(Tensor):
 
 
 class ParameterOnDevice(OnDevice, nn.Parameter):
-    """The class of a parameter whose data are set to a device's tensor."""
+    """The class of a parameter whose `data` is on the device."""
 
 
 class PretendedCuda(TorchFunctionMode):
-    """Within it, `torch.device("cuda")` is a device, and an operation on tensors of two devices is an error."""
+    """A mode that provides `torch.device("cuda")` and raises errors for operations on tensors of two devices."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -64,9 +64,9 @@ def _refuse_mixed(func: Any, inputs: list[Tensor]) -> None:
 
 
 def _target(func: Any, args: Any, leaves: list[Any]) -> str:
-    """The device type of a call's results: the one that it names, else that of its tensors.
+    """Return the device type of a call's results: the named device, otherwise the device of its tensors.
 
-    For operations that may take tensors of two devices, that of the first.
+    For operations that may take tensors of two devices, the first tensor decides.
     """
     if func is Tensor.cpu:
         return "cpu"
@@ -78,7 +78,7 @@ def _target(func: Any, args: Any, leaves: list[Any]) -> str:
 
 
 def _placed(result: Any, goes_to_device: bool, inputs: list[Tensor]) -> Any:
-    """A result on its device. Moving copies, so that the two share no memory."""
+    """Return a result on its device. A move makes a copy, so that the two share no memory."""
     if not isinstance(result, Tensor):
         return result
     if any(result is tensor for tensor in inputs) and isinstance(result, OnDevice) == goes_to_device:
@@ -89,7 +89,7 @@ def _placed(result: Any, goes_to_device: bool, inputs: list[Tensor]) -> Any:
 
 
 class PretendedGraph(TorchDispatchMode):
-    """`torch.cuda.CUDAGraph`: the operations of a capture, which a replay runs again on the same memory."""
+    """A fake `torch.cuda.CUDAGraph`: records the operations of a capture; a replay runs them on the same memory."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -108,11 +108,11 @@ class PretendedGraph(TorchDispatchMode):
             for func, args, kwargs, result in self.calls:
                 for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
                     if isinstance(old, Tensor):
-                        old.copy_(new)  # a view or an argument onto itself
+                        old.copy_(new)  # has no effect for views and arguments
 
 
 def plain_decode(q, keys, values, blocks, lengths, *, window):
-    """`paged_attention.decode`, which reads nothing on the host."""
+    """Compute `paged_attention.decode` without reading any value on the host."""
     k = keys[blocks.long()].transpose(1, 2).transpose(3, 4).flatten(2, 3)  # [B, K, n, C]
     v = values[blocks.long()].transpose(1, 2).flatten(2, 3)
     key = torch.arange(k.shape[2], device=q.device)

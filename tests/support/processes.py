@@ -1,4 +1,4 @@
-"""Processes that a test has started, and limits of its own."""
+"""Check a test's processes, and limit its own."""
 
 import resource
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from pathlib import Path
 
 @contextmanager
 def file_limit(num_bytes):
-    """The system refuses to write more bytes of a file, as on a full disk."""
+    """Make writes beyond this file size fail, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
@@ -17,7 +17,7 @@ def file_limit(num_bytes):
 
 
 def is_alive(pid):
-    """Return whether a process runs; a zombie does not."""
+    """Return whether a process is running; a zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

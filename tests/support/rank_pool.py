@@ -1,4 +1,4 @@
-"""Processes in one gloo group that run the functions of many tests."""
+"""A pool of processes in one gloo group that many tests share."""
 
 import gc
 import importlib
@@ -15,10 +15,10 @@ from support.jobs import LIMIT_S
 
 
 class RankPool:
-    """Processes in one gloo group that run functions.
+    """A pool of processes in one gloo group, which run functions.
 
-    is_fake: only rank 0 exists, and its collectives return at once, leaving their outputs unchanged. They take the
-    bytes of a real group.
+    is_fake: whether only rank 0 exists. Its collectives return immediately and leave their outputs unchanged, but
+    allocate the same memory as in a real group.
     """
 
     def __init__(self, world_size: int, *, is_fake: bool = False):
@@ -31,7 +31,7 @@ class RankPool:
             self._pipes.append(ours)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """`function(rank, *args)` on every rank at once; its results in rank order. Raises a rank's error."""
+        """Run `function(rank, *args)` on all ranks; return the results in rank order. Raises a rank's error."""
         for pipe in self._pipes:
             pipe.send((function, args))
         answers = []
@@ -48,7 +48,7 @@ class RankPool:
 
 
 def wait_for_replies() -> None:
-    """Let rounds wait for replies and rewards, which come late on a loaded machine: tests compare bits."""
+    """Let rounds wait for replies and rewards, which are late on a loaded machine, because tests compare bits."""
     EpisodeRunner.reply_wait_s = 60.0
 
 
@@ -67,6 +67,6 @@ def _serve(pipe: Any, rank: int, world_size: int, rendezvous: str, is_fake: bool
         except (Exception, SystemExit):  # wrong flags exit
             answer = (f"rank {rank}: {traceback.format_exc()}", None)
         if answer[0] is not None:
-            # A cycle in the traceback may hold objects of the failed run, such as the lock of its folder.
+            # A reference cycle in the traceback may keep objects of the failed run alive, such as its folder's lock.
             gc.collect()
         pipe.send(answer)

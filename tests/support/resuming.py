@@ -1,4 +1,4 @@
-"""The results that a resumed run must repeat, and runs as a kill leaves them."""
+"""Digest the results that a resumed run must reproduce, and make run folders as a kill leaves them."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ from support.scripts import read_metrics, run_in_pool, untimed
 
 
 def as_text(value: Any) -> str:
-    """A text that is equal for values of the same types that are equal to the bit."""
+    """Return a text that is equal only for values with equal types and bits."""
     if isinstance(value, Tensor):
         content = value.contiguous().view(-1).view(torch.uint8).numpy()
         return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(content).hexdigest()}"
@@ -24,14 +24,14 @@ def as_text(value: Any) -> str:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A file in resume/ of a checkpoint."""
+    """Load a file from a checkpoint's resume/ folder."""
     return torch.load(path, weights_only=True)
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Digests of all that must be equal: checkpoints, rollouts, numbers except times.
+    """Return digests of everything that must be equal: checkpoints, rollouts, and metrics except times.
 
-    How full the cache and decode steps are is left out: it depends on when users' functions reply.
+    Cache and decode utilization are left out, because they depend on when users' functions reply.
     """
     files = [*(folder / "checkpoints").rglob("*.safetensors"), *(folder / "rollouts").iterdir()]
     found = {str(path.relative_to(folder)): path.read_bytes() for path in files}
@@ -46,7 +46,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def interrupted_copy(folder: Path, name: str, last_step: int) -> Path:
-    """The run as a kill leaves it some time after the checkpoint of `last_step` (0: before the first)."""
+    """Copy the run as a kill would leave it after the checkpoint of `last_step` (0: before the first one)."""
     copy = folder.with_name(name)
     shutil.copytree(folder, copy)
     for path in (copy / "checkpoints").iterdir():
@@ -59,7 +59,7 @@ def interrupted_copy(folder: Path, name: str, last_step: int) -> Path:
 
 
 def resume(pool: RankPool, script: str, folder: Path, *flags: str, last_step: int = 1) -> str:
-    """Train on in an `interrupted_copy`, which must end like the whole run, bit for bit; what rank 0 printed."""
+    """Resume an `interrupted_copy`, check that it ends bitwise like the original run; return rank 0's output."""
     copy = interrupted_copy(folder, f"{folder.name}-after-{last_step}", last_step)
     printed = run_in_pool(pool, script, *flags, f"--run-name {copy.name}", runs=copy.parent)
     differing = sorted({name for name, _ in digests(folder).items() ^ digests(copy).items()})

@@ -1,4 +1,4 @@
-"""Rewards of single calls, sampled tokens, and rollouts in two branches."""
+"""Make sampled tokens and rollouts with one or two branches, and call reward functions."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ from minirl.rollouts import Rollout, RolloutId, SampledSequence, join_streams, u
 
 
 def rewards_of_call(function, row, completions):
-    """The rewards that a function gives to completions of a row in one call."""
+    """Return a function's rewards for completions of one row, in one call."""
     rollouts = [rollout_of(RolloutId(0, 0), [5], unsampled_stream([7]), "stop")] * len(completions)
     texts = iter(completions)
     tokenizer = SimpleNamespace(decode=lambda ids: next(texts))
@@ -17,20 +17,20 @@ def rewards_of_call(function, row, completions):
 
 
 def sampled(ids, *, logprobs=0.0, versions=0):
-    """These ids as if they were sampled."""
+    """Return these ids as a stream of sampled tokens."""
     stream = unsampled_stream(ids)
     stream["is_sampled"], stream["logprob"], stream["weight_version"] = True, logprobs, versions
     return stream
 
 
 def rollout_of(rollout_id, prompt_ids, completion, finish_reason):
-    """A prompt with this completion, as a rollout."""
+    """Return a rollout with this prompt and completion."""
     stream = join_streams(unsampled_stream(prompt_ids), completion)
     return Rollout((SampledSequence(stream, len(prompt_ids), rollout_id, finish_reason),), finish_reason)
 
 
 def in_two_branches(rollout):
-    """The rollout in two branches: the prompt of the second one is all that came before. One token stays as it is."""
+    """Split a rollout into two branches; the second one's prompt is everything before. Single tokens stay unsplit."""
     (branch,) = rollout.branches
     places = branch.loss_mask.nonzero()[0]
     if len(places) < 2:

@@ -1,4 +1,4 @@
-"""Rows to sample tokens of, and the rules by which their distributions are truncated."""
+"""Rows to sample tokens from, with top-k and top-p truncation rules."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from minirl.generation.sampling import request_key, sample
 from minirl.rollouts import Truncation
 
 GRID = [Truncation(k, p) for k in (1, 5, 40, 256) for p in (0.3, 0.9, 1.0)]
-# For `sampling_rows`: each row has its own rule, the first none.
+# One rule per row of `sampling_rows`; the first row has none.
 RULES = [Truncation(), *GRID[1:], *GRID]
 
 
@@ -18,13 +18,13 @@ def keys_of(count: int, *, seed: int = 0) -> Tensor:
 
 
 def columns(truncations: list[Truncation]) -> tuple[Tensor, ...]:
-    """The argument of `sampled` for these requests."""
+    """Return the truncation arguments of `sampled`, one entry per row."""
     top_k, top_p = zip(*truncations, strict=True)
     return torch.tensor(top_k), torch.tensor(top_p, dtype=torch.float64)
 
 
 def sampling_rows(dtype: torch.dtype) -> dict[str, Tensor]:
-    """24 rows of mixed temperatures, four of them greedy."""
+    """Return 24 rows with mixed temperatures, four of them greedy."""
     generator = torch.Generator().manual_seed(2)
     return {
         "hidden": torch.randn(24, 64, generator=generator).to(dtype),
@@ -47,7 +47,7 @@ def sampled(hidden, head, *, keys, positions, temperature, truncation=(), **opti
 def sample_rows(
     rows: dict[str, Tensor], head: Tensor, rules: list[Truncation], chosen: Tensor, **options: int
 ) -> tuple[Tensor, Tensor]:
-    """Sample the chosen rows; without rules as where no request has any."""
+    """Sample the chosen rows, optionally without truncation rules, as if no request had any."""
     part = {name: x[chosen] for name, x in rows.items()}
     truncation = columns([rules[i] for i in chosen]) if rules else ()
     return sampled(head=head, **part, truncation=truncation, **options)

@@ -1,4 +1,4 @@
-"""The real engine with a model that computes nothing, to count the scheduler's work at real sizes."""
+"""The real engine with a stub model, to measure the scheduler's work at realistic sizes."""
 
 import random
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ STOP = 0
 
 @dataclass(frozen=True)
 class Load:
-    """Prompts with as many completions each, which end with the chance 1 / mean_tokens after each token."""
+    """Prompts with equally many completions, which end with probability 1 / mean_tokens after each token."""
 
     max_running_requests: int
     cache_tokens: int
@@ -41,7 +41,7 @@ class Load:
 
 
 class StubModel:
-    """Gives every token of the vocabulary the same probability, so that completions end at random."""
+    """A model that gives every token the same probability, so that completions end at random."""
 
     shard_group = None
 
@@ -56,7 +56,7 @@ class StubModel:
 
 @contextmanager
 def stub_engine(load: Load, **options: int | bool) -> Iterator[Engine]:
-    """An engine for this load. It keeps block tables as on CUDA, which is quicker than the CPU's index."""
+    """Yield an engine for this load. It keeps block tables as on CUDA, which is faster than the CPU's index."""
     with mock.patch.object(kv_cache, "decode_kernel_for", return_value="paged"):
         yield Engine(
             StubModel(load.mean_tokens),

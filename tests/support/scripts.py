@@ -1,4 +1,4 @@
-"""The training scripts as users start them, and what their runs leave."""
+"""Run the training scripts and their forks as users do, and read the files of their runs."""
 
 import contextlib
 import difflib
@@ -26,7 +26,7 @@ FAST_LEARNING = "--num-steps 40 --prompts-per-step 32 --num-minibatches 4"
 
 
 def extended_fork(folder: Path, script: str, text: str, *, name: str) -> Path:
-    """A copy of the script with more text before its last lines, which run it."""
+    """Make a copy of the script with text added before its main guard."""
     fork = folder / f"{name}_{script}"
     head, guard, tail = (ROOT / script).read_text().partition('if __name__ == "__main__":')
     fork.write_text(head + text + guard + tail)
@@ -34,7 +34,7 @@ def extended_fork(folder: Path, script: str, text: str, *, name: str) -> Path:
 
 
 def changed_fork(folder: Path, name: str, *changes: dict[str, str]) -> str:
-    """A copy of train_grpo.py with these lines replaced; at most 10 are new and not blank."""
+    """Make a copy of train_grpo.py with these lines replaced; at most 10 non-blank lines may be new."""
     original = (ROOT / "train_grpo.py").read_text()
     changed = original
     for old, new in itertools.chain(*(change.items() for change in changes)):
@@ -48,14 +48,14 @@ def changed_fork(folder: Path, name: str, *changes: dict[str, str]) -> str:
 
 
 def objectives() -> dict[str, str]:
-    """The items of docs/objectives.md, by the names of their diffs."""
+    """Return the items of docs/objectives.md, keyed by the names of their diffs."""
     page = (ROOT / "docs" / "objectives.md").read_text()
     items = map(" ".join, map(str.split, page.split("\n- ")[1:]))
     return {re.findall(r"\[(.*?)\]", item)[0]: item for item in items}
 
 
 def objective_fork(folder: Path, name: str) -> str:
-    """The script that an item of docs/objectives.md makes with its patch; at most 15 lines are new."""
+    """Make the fork of an item in docs/objectives.md with its patch; at most 15 lines may be new."""
     (path,) = re.findall(r"\]\((objectives/\w+\.diff)\)", objectives()[name])
     patch = ROOT / "docs" / path
     added = re.findall(r"^\+(?!\+\+ ) *\S", patch.read_text(), re.MULTILINE)
@@ -64,7 +64,7 @@ def objective_fork(folder: Path, name: str) -> str:
 
 
 def patched_fork(folder: Path, patch: Path, *, name: str) -> str:
-    """The script that a patch changes, patched, under this name."""
+    """Apply a patch to a copy of its script, under this name."""
     script = re.search(r"^--- (?:a/)?(train_\w+\.py)", patch.read_text(), re.MULTILINE)
     assert script is not None, f"{patch} changes no script"
     fork = folder / f"{name}.py"
@@ -73,7 +73,7 @@ def patched_fork(folder: Path, patch: Path, *, name: str) -> str:
 
 
 def words(flags: Iterable[str]) -> list[str]:
-    """The command line of several texts."""
+    """Split several texts into command-line words."""
     return " ".join(flags).split()
 
 
@@ -84,17 +84,17 @@ def run_in_pool(
     runs: Path,
     under: Callable[[], Any] = contextlib.nullcontext,
 ) -> str:
-    """Run a script's main on every rank of a pool; what rank 0 printed.
+    """Run a script's main on all ranks of a pool; return rank 0's output.
 
-    script: the name of one of the original ones, or the path of a fork, under a name that no other fork has.
-    flags: of the command line; here and below a text may have several, such as "--lr 1 --seed 2".
-    under: makes a context to run it in.
+    script: name of an original script, or path of a fork with a unique name.
+    flags: command-line flags; here and below, one text may hold several, such as "--lr 1 --seed 2".
+    under: makes a context manager to run it in.
     """
     return pool.run(_run_main, script, str(runs), flags, under)[0]
 
 
 def load_script(script: str) -> Any:
-    """The module of an original script or a fork, named as for `run_in_pool`."""
+    """Load the module of an original script or a fork; see `run_in_pool`."""
     path = ROOT / script
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
@@ -102,7 +102,7 @@ def load_script(script: str) -> Any:
 
 
 def read_config(module: Any, flags: Iterable[str]) -> Any:
-    """The config of a script's module by the command line of several texts."""
+    """Parse the config of a script's module from flags."""
     presets = getattr(module, "ALGORITHMS", None)
     return parse(module.Config, description="", presets=presets, arguments=words(flags))
 
@@ -124,7 +124,7 @@ def _run_main(
 
 
 def evaluated(pool: RankPool, *flags: str, runs: Path, **variables: str) -> dict[str, Any]:
-    """The JSON that an evaluation on every rank of a pool prints on rank 0. variables: environment variables."""
+    """Evaluate on all ranks of a pool; return rank 0's JSON result. variables: environment variables."""
     first, *others = pool.run(_evaluate, str(runs), flags, variables)
     assert not any(others), "only rank 0 prints"
     return json.loads(first)
@@ -143,24 +143,24 @@ def _evaluate(rank: int, runs: str, flags: tuple[str, ...], variables: dict[str,
 def trained(
     pool: RankPool, folder: Path, script: str, *flags: str, under: Any = contextlib.nullcontext
 ) -> Path:
-    """The folder of a run by `run_in_pool`, made once for all tests that read it."""
+    """Return the folder of a run by `run_in_pool`, made once for all tests that read it."""
     if not folder.exists():
         run_in_pool(pool, script, *flags, f"--run-name {folder.name}", runs=folder.parent, under=under)
     return folder
 
 
 def all_held_out() -> Any:
-    """As many held-out rows as outside of tests."""
+    """Use the default number of held-out rows, which tests reduce."""
     return mock.patch.object(RunConfig, "eval_rows", 256)
 
 
 def scored_before_the_update() -> Any:
-    """A scoring pass gives the old logprobs, whatever the sampled ones are."""
+    """Take old logprobs from a scoring pass instead of the sampled ones."""
     return mock.patch.object(setup, "old_logprobs_source", return_value="scored")
 
 
 def reward_of(folder: Path, text: str) -> str:
-    """The flag of a new reward, `mine`, which is this expression of each completion `c`."""
+    """Write a reward function, `mine`, that evaluates an expression of each completion `c`; return its flag."""
     (folder / "mine.py").write_text(f"def mine(completions):\n    return [{text} for c in completions]\n")
     return f"--reward {folder}/mine.py:mine"
 
@@ -184,5 +184,5 @@ def read_rollouts(folder: Path, step: int) -> list[dict]:
 
 
 def untimed(line: dict) -> dict:
-    """The numbers of a step that a second run must repeat: all but seconds and numbers computed from them."""
+    """Return the metrics of a step that a second run must reproduce: all except times and values derived from them."""
     return {k: v for k, v in line.items() if not k.startswith(("time", "perf/tok_s_", "perf/idle"))}

@@ -1,4 +1,4 @@
-"""Tokenizers of one token per character, or per byte with small chat templates."""
+"""Tokenizers with one token per character, or per byte with small chat templates."""
 
 import re
 
@@ -9,7 +9,7 @@ from minirl.data.task import Row
 TOKENS = ("<bos>", "<eos>", "<unk>", "<turn>", *"abcdefghijklmnopqrstuvwxyz .,:")
 
 
-# Of a chat template: it says that calls are written as Hermes does.
+# A template comment that marks Hermes-style tool calls.
 HERMES = '{# <tool_call>\n{"name": "f", "arguments": {}}\n</tool_call> #}'
 
 
@@ -20,7 +20,7 @@ TEMPLATE = (
 
 
 def save_tokenizer(folder, template, *, tokens=TOKENS, single="<bos> $A", eos_token="<eos>"):
-    """One token per character; the backend puts a text in `single`, with a BOS, and the template has one too."""
+    """Save a tokenizer with one token per character; both the backend (`single`) and the template add a BOS."""
     from tokenizers import Regex, decoders, models, pre_tokenizers, processors
     from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerFast
@@ -42,7 +42,7 @@ def save_tokenizer(folder, template, *, tokens=TOKENS, single="<bos> $A", eos_to
 
 
 def ids(text, tokens=TOKENS):
-    """Ids of a text with specials written out."""
+    """Return the ids of a text with written-out special tokens."""
     found = []
     while text:
         token = next((t for t in TOKENS[:4] if text.startswith(t)), text[0])
@@ -52,17 +52,17 @@ def ids(text, tokens=TOKENS):
 
 
 def user(content):
-    """A user's message."""
+    """Return a user message."""
     return {"role": "user", "content": content}
 
 
 def assistant(content, **fields):
-    """An assistant's message with these further fields."""
+    """Return an assistant message with additional fields."""
     return {"role": "assistant", "content": content, **fields}
 
 
 class Letters(ChatTokenizer):
-    """A tokenizer of one id per letter."""
+    """A tokenizer with one id per letter."""
 
     chat = False
     tools = ()
@@ -77,13 +77,13 @@ class Letters(ChatTokenizer):
 
 
 def letter_prompts(texts, *, tokenizer=None, vocab_size=128, **options):
-    """Prompts of one token per letter, unless a tokenizer is given; row i is at f:i."""
+    """Return a prompt stream with one token per letter, or with the given tokenizer; row i has the origin f:i."""
     rows = [Row(text, {}, f"f:{i}") for i, text in enumerate(texts, 1)]
     defaults = dict(purpose="train", max_tokens=10, max_new_tokens=4)
     return PromptStream(rows, tokenizer or Letters(vocab_size), **defaults | options)
 
 
-# Small templates, each with a habit of published ones, with the id that ends an answer.
+# Small templates, each with a quirk of published ones, and the token that ends an answer.
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -124,7 +124,7 @@ CHAT_TEMPLATES = {
 
 
 def save_chat_tokenizer(folder, template, end, special=()):
-    """One id per byte, and one for each special token of the template and of `special`; `end` ends an answer."""
+    """Save a tokenizer with one id per byte and per special token of the template and `special`; `end` is its EOS."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""The four responses to one prompt that objectives were worked out for by hand."""
+"""Four responses to one prompt, for which the objectives were computed by hand."""
 
 import torch
 
@@ -20,7 +20,7 @@ def assert_six_decimals(actual, expected):
 
 
 def groups_of(rewards, counts=None, *, greedy=None):
-    """The groups of a reward fp64 [P, G], of rollouts that sampled these numbers of tokens [P, G] or one each."""
+    """Return groups with rewards fp64 [P, G], whose rollouts sampled `counts` [P, G] tokens, or one each."""
     counts = torch.ones_like(rewards).long() if counts is None else counts
     infos = [
         RolloutInfo([one._replace(num_loss_tokens=one.num_tokens)], False, [])
