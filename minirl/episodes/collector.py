@@ -157,13 +157,13 @@ class Collector:
         """Return the in-flight prompts whose groups are complete and rewarded, on all ranks (collective)."""
         # Groups that have just finished get the same grace period for rewards as functions get for replies.
         deadline = time.monotonic() + self._runner.reply_wait_s
-        while self._queue.is_busy and (left_s := deadline - time.monotonic()) > 0:
-            self._queue.poll(left_s)
+        while self._queue.is_busy and (remaining_s := deadline - time.monotonic()) > 0:
+            self._queue.poll(remaining_s)
         own = {rollout.rollout_id.prompt_ordinal for rollout in self._rewarded.rollouts}
         return set().union(*gather_objects(own | self._queue.ready_prompts()))
 
     def _begin_prompts(self, num_prompts: int) -> None:
-        """Begin this number of prompts; this rank runs its shard of their rollouts."""
+        """Begin `num_prompts` prompts; each rank starts its own shard of their rollouts."""
         requests = self._prompts.requests(
             self.in_flight.begin_prompts(num_prompts),
             group_size=self._group_size,

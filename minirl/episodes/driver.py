@@ -104,8 +104,8 @@ class Driver:
         self._function = function
         self._replies = replies
         # Done while the function works on its next reply.
-        self._awaited: asyncio.Future[Turn] = event_loop().create_future()
-        self._awaited.cancel()
+        self._turn_future: asyncio.Future[Turn] = event_loop().create_future()
+        self._turn_future.cancel()
         self.task = event_loop().create_task(self._run())
 
     @property
@@ -143,8 +143,8 @@ class Driver:
             tokenizer=self._prompts.tokenizer.with_tools(branch.tools),
             tokens=branch.engine_tokens,
         )
-        so_far = branch.engine_tokens.sequence.after_prompt if branch.turns else NO_TOKENS
-        self.tokens = join_streams(so_far, unsampled_stream(appended))
+        previous_tokens = branch.engine_tokens.sequence.after_prompt if branch.turns else NO_TOKENS
+        self.tokens = join_streams(previous_tokens, unsampled_stream(appended))
         self._request = replace(
             branch.request,
             max_new_tokens=start + min(remaining_tokens, turn_request.max_tokens or remaining_tokens),
@@ -172,15 +172,15 @@ class Driver:
         turn.num_tokens, turn.finish_reason = num_tokens - turn.start, sequence.finish_reason
         self.episode.add_turn(turn)
         turn.tokens.sequence = replace(sequence, finish_reason=self.branch.finish_reason)
-        if not self._awaited.done():  # if it is, the task was cancelled and its error follows
-            self._awaited.set_result(turn)
+        if not self._turn_future.done():  # if it is, the task was cancelled and its error follows
+            self._turn_future.set_result(turn)
         return True
 
     def fail(self, error: InputError) -> None:
         """Raise the error in the function, at the `await` of its turn request."""
         self.last_rejection = error
-        if not self._awaited.done():
-            self._awaited.set_exception(error)
+        if not self._turn_future.done():
+            self._turn_future.set_exception(error)
 
     def cancel(self) -> None:
         """Cancel the function at its `await`, unless it is already cleaning up.
@@ -224,7 +224,8 @@ class Driver:
         try:
             returned = await self._function(self.episode)
             refuse(
-                not self._awaited.done(), "ended while one of its turns was being sampled; await every turn"
+                not self._turn_future.done(),
+                "ended while one of its turns was being sampled; await every turn",
             )
             if returned is not None:
                 add_returned_rewards(self.episode.given_rewards, returned)
@@ -241,13 +242,13 @@ class Driver:
         """Return the turn that the function requests, once it is finished."""
         refuse(self.episode.is_closed, "generate(): the episode has ended")
         refuse(
-            not self._awaited.done(),
+            not self._turn_future.done(),
             "generate(): requests a second turn while the first is being sampled; await one after the other",
         )
-        self._awaited = event_loop().create_future()
+        self._turn_future = event_loop().create_future()
         self._reply(turn_request)
         try:
-            return await self._awaited
+            return await self._turn_future
         except asyncio.CancelledError:
             self._reply(
                 InputError("generate(): cancelled while its turn was being sampled, which cannot be undone")
@@ -307,7 +308,7 @@ def turn_record(turn: Turn) -> TurnRecord:
             raise InputError(
                 f"turn.extra or a message appended before the turn is not valid JSON: {error}"
             ) from None
-    return TurnRecord(*(getattr(turn, one.name) for one in fields(TurnRecord)))
+    return TurnRecord(*(getattr(turn, field.name) for field in fields(TurnRecord)))
 
 
 def add_returned_rewards(given_rewards: dict[str, float | None], returned: Any) -> None:

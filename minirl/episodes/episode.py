@@ -298,7 +298,7 @@ class Episode:
         return branch
 
     def reward(self, value: float, name: str = REWARD) -> None:
-        """Add to a reward of the rollout. Raises InputError for an invalid value, and once the episode has ended."""
+        """Add a value to one of the rollout's rewards. Raises InputError for an invalid value, and after the end."""
         origin = f"episode.reward, for the row at {self.row.origin}:"
         refuse(
             self.is_closed, f"{origin} the episode has ended; give rewards before `await episode.generate()`"

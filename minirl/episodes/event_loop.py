@@ -21,18 +21,18 @@ class SlicedLoop(asyncio.SelectorEventLoop):
     def run_slice(self, wait_s: float = 0.0) -> None:
         """Run until all tasks are blocked. Wait up to `wait_s` seconds for I/O, timers or threads to wake one up."""
         # In a notebook this is called from a running event loop.
-        outer = asyncio._get_running_loop()
+        outer_loop = asyncio._get_running_loop()
         asyncio._set_running_loop(None)
         wait_end = self.call_later(wait_s, self.stop)
-        busy_until = time.monotonic() + MAX_BUSY_S
+        slice_end = time.monotonic() + MAX_BUSY_S
         try:
             self.run_forever()
-            while self._ready and time.monotonic() < busy_until:  # type: ignore[attr-defined]
+            while self._ready and time.monotonic() < slice_end:  # type: ignore[attr-defined]
                 self.stop()
                 self.run_forever()
         finally:
             wait_end.cancel()
-            asyncio._set_running_loop(outer)
+            asyncio._set_running_loop(outer_loop)
 
 
 @functools.cache

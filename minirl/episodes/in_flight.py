@@ -36,7 +36,7 @@ class PromptsInFlight:
         self.interrupted = sorted(ordinals)
 
     def begin_prompts(self, num_prompts: int) -> list[int]:
-        """Begin this number of prompts, interrupted ones first; return their ordinals."""
+        """Begin `num_prompts` prompts, interrupted ones first; return their ordinals."""
         restarted, self.interrupted = self.interrupted[:num_prompts], self.interrupted[num_prompts:]
         first_new = self.num_served
         self.num_served += num_prompts - len(restarted)

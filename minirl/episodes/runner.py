@@ -96,14 +96,14 @@ class EpisodeRunner:
         self._rollouts: defaultdict[int, list[Rollout]] = defaultdict(list)
 
     def run(self, requests: Sequence[Request], *, weight_version: int = 0) -> RewardedRollouts:
-        """Run the requests of complete groups to their ends; return their rollouts with rewards."""
+        """Run the requests of complete groups to completion; return the rewarded rollouts."""
         with self.in_step():
             self.begin_episodes(requests)
             self.run_round(weight_version=weight_version)
         return self.queue.finish(sorted(self.queue.groups))
 
     def begin_episodes(self, requests: Sequence[Request]) -> None:
-        """Start the function for new episodes, which the next round runs. Raises InputError for an invalid row."""
+        """Start the function of each new episode; the next round runs them. Raises InputError for an invalid row."""
         for request in requests:
             driver = Driver(request, self._prompts, self._rollout, self._replies)
             self._tasks.add(driver.task)
@@ -113,7 +113,7 @@ class EpisodeRunner:
             self._working_since[driver] = time.monotonic()
 
     def run_round(self, budget: int = NO_BUDGET, *, weight_version: int) -> None:
-        """Let each episode sample up to `budget` tokens; without a budget, run all episodes to their ends.
+        """Let each episode sample up to `budget` tokens; without a budget, run all episodes to completion.
 
         A group enters the queue when its last episode ends. With a budget, the round also ends when there is nothing to
         decode and no function has replied for `reply_wait_s`.
@@ -178,7 +178,7 @@ class EpisodeRunner:
         waiting, self._waiting = self._waiting, []
         for driver in waiting:
             group = self._groups[driver.rollout_id.prompt_ordinal]
-            if driver.budget > 0 and all(one.has_begun for one in group):
+            if driver.budget > 0 and all(member.has_begun for member in group):
                 requests.append(driver.next_engine_request())
             else:
                 self._waiting.append(driver)

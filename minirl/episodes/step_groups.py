@@ -51,8 +51,8 @@ class Groups:
     def sequences(self) -> list[SequenceInfo]:
         """The sequences of all rollouts, in rollout order; `rollout_index` is p * G + g."""
         return [
-            sequence._replace(rollout_index=number)
-            for number, info in enumerate(self.infos)
+            sequence._replace(rollout_index=rollout_index)
+            for rollout_index, info in enumerate(self.infos)
             for sequence in info.sequences
         ]
 
@@ -62,7 +62,7 @@ class Selection:
     """The groups selected for a step. All fields except `remaining` are the same on every rank.
 
     remaining: this rank's rollouts that later steps may select.
-    num_missing: number of groups still to collect, since zero-variance groups do not count; negative for a surplus.
+    num_missing: number of groups still to collect (zero-variance groups do not count); negative for a surplus.
     num_zero_variance: number of groups whose first reward has zero variance, if such groups are replaced.
     ended_prompts: ordinals of the prompts whose groups were selected or dropped.
     """
@@ -92,32 +92,32 @@ def select_step(
     """
     infos = gather_infos(rewarded.rollouts, rewarded.rewards)
     # The infos are sorted by id, so the rollouts of one prompt are adjacent, with the greedy ones last.
-    per_prompt = group_size + num_greedy
-    ordinals = torch.tensor([info.id.prompt_ordinal for info in infos[::per_prompt]])
+    rollouts_per_prompt = group_size + num_greedy
+    ordinals = torch.tensor([info.id.prompt_ordinal for info in infos[::rollouts_per_prompt]])
     rewards = torch.tensor([info.rewards for info in infos], dtype=torch.float64)
-    rewards = rewards.view(len(ordinals), per_prompt, len(reward_weights))
+    rewards = rewards.view(len(ordinals), rollouts_per_prompt, len(reward_weights))
 
     is_zero_variance = torch.zeros(len(ordinals), dtype=torch.bool)
     if replaces_zero_variance:
         is_zero_variance = have_zero_variance(rewards[:, :group_size, 0])
     selected = select_groups(is_zero_variance, num_groups)
-    taken = frozenset(ordinals[selected].tolist())
-    ended_prompts = taken.union(ordinals[is_zero_variance].tolist())
+    chosen = frozenset(ordinals[selected].tolist())
+    ended_prompts = chosen.union(ordinals[is_zero_variance].tolist())
 
     # This rank's rollouts, sorted by id as well.
-    own = sorted((rollout.rollout_id, i) for i, rollout in enumerate(rewarded.rollouts))
-    own_taken = [i for ids, i in own if ids.prompt_ordinal in taken and ids.sample < group_size]
-    own_remaining = [i for ids, i in own if ids.prompt_ordinal not in ended_prompts]
+    local = sorted((rollout.rollout_id, i) for i, rollout in enumerate(rewarded.rollouts))
+    local_selected = [i for ids, i in local if ids.prompt_ordinal in chosen and ids.sample < group_size]
+    local_remaining = [i for ids, i in local if ids.prompt_ordinal not in ended_prompts]
     groups = Groups(
-        rewarded=rewarded.select(own_taken),
-        infos=[info for info in infos if info.id.prompt_ordinal in taken and info.id.sample < group_size],
+        rewarded=rewarded.select(local_selected),
+        infos=[info for info in infos if info.id.prompt_ordinal in chosen and info.id.sample < group_size],
         rewards=rewards[selected][:, :group_size],
         greedy_rewards=rewards[selected][:, group_size:],
         reward_weights=reward_weights,
     )
     return Selection(
         groups=groups,
-        remaining=rewarded.select(own_remaining),
+        remaining=rewarded.select(local_remaining),
         num_missing=num_groups - int((~is_zero_variance).sum()),
         num_zero_variance=int(is_zero_variance.sum()),
         ended_prompts=ended_prompts,

@@ -51,7 +51,7 @@ def format_rollout(rollout: Mapping[str, Any]) -> Iterator[str]:
 
 
 def format_number(number: Any) -> str:
-    """Return a number with four digits, or "none" for a reward that does not apply."""
+    """Format a number with four significant digits, and None as "none"."""
     return "none" if number is None else f"{number:.4g}"
 
 

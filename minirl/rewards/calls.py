@@ -44,11 +44,11 @@ class Signature(NamedTuple):
 def signature_of(function: Callable[..., Any]) -> Signature:
     """Return the signature of a reward function."""
     parameters = inspect.signature(function).parameters.values()
-    named = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return Signature(
-        parameters=[one.name for one in named],
-        required=[one.name for one in named if one.default is one.empty],
-        has_kwargs=any(one.kind is one.VAR_KEYWORD for one in parameters),
+        parameters=[p.name for p in named],
+        required=[p.name for p in named if p.default is p.empty],
+        has_kwargs=any(p.kind is p.VAR_KEYWORD for p in parameters),
         is_async=inspect.iscoroutinefunction(function),
     )
 

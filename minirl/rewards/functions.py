@@ -262,8 +262,10 @@ def rewards_and_weights(
     """
     reward_weights = list(weights) or [1.0] * len(rewards)
     if len(reward_weights) != len(rewards):
-        given = " ".join(map(str, weights))
-        raise InputError(f"--reward-weights {given}: give one weight for each reward: {', '.join(rewards)}")
+        given_weights = " ".join(map(str, weights))
+        raise InputError(
+            f"--reward-weights {given_weights}: give one weight for each reward: {', '.join(rewards)}"
+        )
     reward_weights += [0.0] * len(logged)
     return {**rewards, **logged}, torch.tensor(reward_weights, dtype=torch.float64)
 
@@ -273,12 +275,12 @@ def check_columns(rewards: Mapping[str, Reward], rows: Iterable[Row], *, has_env
 
     has_environment: whether the run uses --environment.
     """
-    given = {*STANDARD_ARGUMENTS, *EPISODE_ARGUMENTS} - (set() if has_environment else {"environments"})
+    available = {*STANDARD_ARGUMENTS, *EPISODE_ARGUMENTS} - (set() if has_environment else {"environments"})
     for row in rows:
         for name, reward in rewards.items():
-            missing = {*reward.signature.required} - given - row.columns.keys()
+            missing = {*reward.signature.required} - available - row.columns.keys()
             if missing:
                 raise InputError(
                     f"{row.origin}: no field {min(missing)!r}, which the reward {name} requires; available: "
-                    f"{', '.join(sorted(given | row.columns.keys()))}"
+                    f"{', '.join(sorted(available | row.columns.keys()))}"
                 )

@@ -43,7 +43,7 @@ def load_reward_model(
         f"--reward-model {folder}: its tokenizer has no chat template; leave out --chat",
     )
     max_length = min(model.config.max_position_embeddings, max_tokens)
-    ignored_id = read_json_object(model_file(folder, "config.json")).get("pad_token_id")
+    pad_id = read_json_object(model_file(folder, "config.json")).get("pad_token_id")
 
     scorer = FrozenModel(model, value_batch, names=["values", "end_values"], device=device)
 
@@ -52,7 +52,7 @@ def load_reward_model(
         for prompt, completion in zip(prompts, completions, strict=True):
             ids = tokenizer.encode_with_completion(prompt, completion)
             # transformers takes a classifier's score at the last token that is not config.json's pad token.
-            while len(ids) > 1 and ids[-1] == ignored_id:
+            while len(ids) > 1 and ids[-1] == pad_id:
                 del ids[-1]
             sequences.append(ids)
         lengths = [len(ids) for ids in sequences]

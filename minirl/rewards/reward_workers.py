@@ -171,8 +171,8 @@ class _Process:
 
 
 def _exit_description(code: int) -> str:
-    how = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
-    return f"ended its process, {how}"
+    status = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
+    return f"ended its process, {status}"
 
 
 async def _start_process(source: str, name: str) -> asyncio.subprocess.Process:

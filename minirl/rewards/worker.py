@@ -76,9 +76,9 @@ def _die_with_trainer() -> None:
         return
     if os.fork() == 0:
         os.closerange(1, 3)  # so that the trainer sees end-of-file when the worker exits
-        hangup = select.poll()
-        hangup.register(0, 0)
-        hangup.poll()
+        poller = select.poll()
+        poller.register(0, 0)
+        poller.poll()
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
 

@@ -84,7 +84,7 @@ def read_client_message(message: Any, origin: str) -> dict[str, Any]:
 
 @functools.cache
 def _note_ignored(key: str) -> None:
-    """Note once that a field is ignored."""
+    """Print a note, once per field, that the field is ignored."""
     print0(
         f"note: an agent's request sets {key!a:.80}, which has no effect: the run's flags control sampling"
     )
