@@ -267,7 +267,7 @@ REFUSED = {
     '{"messages": [{"role": "user", "content": 7}]}': "messages[0]: content is 7; only text",
     '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}': "}]; only text content",
     '{"messages": [{"role": "user", "tool_calls": [{"function": {"name": "f"}}]}]}': "only function calls",
-    r'{"messages": [{"role": "user", "content": "\ud800"}]}': "half a surrogate pair is not valid text",
+    r'{"messages": [{"role": "user", "content": "\ud800"}]}': "a lone surrogate is not valid text",
     '{"messages": [{"role": "assistant", "content": "so"}]}': "end with a user or tool message",
     '{"n": 2}': "n: only 1 is supported; leave it out",
     '{"response_format": {"type": "json_object"}}': "response_format: only {'type': 'text'} is supported",

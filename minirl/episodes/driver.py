@@ -55,7 +55,7 @@ class UserRollout:
 
 
 def check_rollout_function(function: Callable[..., Any], what: str) -> None:
-    """Raise InputError, prefixed with `what`, unless the function is an `async def` without `yield`."""
+    """Raise InputError with the prefix `what` unless the function is an `async def` without `yield`."""
     refuse(
         not inspect.iscoroutinefunction(function),
         f"{what}: expected `async def {function_name(function)}(episode)` with `turn = await episode.generate()`, and "
@@ -194,7 +194,7 @@ class Driver:
     def rollout(self, finish_reason: str | None, rewards: Mapping[str, float | None]) -> Rollout:
         """Return the rollout up to the end of the last turn. Raises InputError for an episode without turns.
 
-        finish_reason: finish reason of the rollout and of the branch that requested a turn last; None: the last turn's.
+        finish_reason: finish reason of the rollout and of its last requested branch; None takes the last turn's.
         All other branches keep the finish reason of their own last turn. rewards: all rewards, keyed by name.
         """
         episode = self.episode

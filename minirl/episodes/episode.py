@@ -329,7 +329,7 @@ def _read_after(after: After | dict[str, str]) -> After:
 
 
 def checked_reward(value: Any, what: str) -> float:
-    """Return a reward as a float. Raises InputError, prefixed with `what`, unless it is a finite number."""
+    """Return a reward as a float. Raises InputError with the prefix `what` unless it is a finite number."""
     checked = validate_number(value)
     if not isinstance(checked, float):
         raise InputError(f"{what} {short_repr(value)}; a reward is a finite number of at most {MAX_REWARD:g}")

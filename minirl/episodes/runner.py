@@ -8,7 +8,7 @@ The life of a rollout:
 4. A turn ends at a stop token or string, or is truncated at its limit ("length"). The function gets the turn either
    way. It may append tokens and request another turn, of this branch or another.
 5. The episode ends when its function returns. It also ends when a requested turn has no room or exceeds `max_turns`:
-   the function is cancelled, and the turns so far are the rollout, with the limit as its finish reason.
+   the function is cancelled, and the turns so far become the rollout, with the limit as finish reason.
 6. When the last rollout of a prompt has ended, the whole group enters the reward queue, from which a step takes it.
 7. An invalid request raises InputError in the function. The run fails if a function raises, exceeds its time limit or
    returns anything but rewards: RolloutError names function, row and turn, and all other functions are cancelled.
@@ -264,7 +264,7 @@ class EpisodeRunner:
     def _end_episode(self, driver: Driver, finish_reason: str | None, *, has_returned: bool = False) -> None:
         """End an episode after its last turn, and queue its group if that is complete.
 
-        finish_reason: None: the last turn's. has_returned: whether the function returned before any limit. Raises
+        finish_reason: None takes the last turn's. has_returned: whether the function returned before any limit. Raises
         InputError for an episode without turns, and for missing or unknown rewards.
         """
         given_rewards = driver.episode.given_rewards

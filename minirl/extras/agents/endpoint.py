@@ -151,7 +151,7 @@ class Endpoint:
         after = request.messages[len(self._branch_messages[branch]) :] or None
         turn = await branch.generate(after=after, stop=request.stop, max_tokens=request.max_tokens)
         if answer.done():
-            # The client disconnected, so the turn leaves the rollout and its branch cannot continue.
+            # The client disconnected, so the turn is dropped from the rollout and its branch cannot continue.
             drop_last_turn(branch)
             del self._branch_messages[branch]
             return

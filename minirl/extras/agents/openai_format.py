@@ -66,7 +66,7 @@ def read_request(given: Any, episode: Episode) -> ChatRequest:
     try:
         check_text([read, tools])
     except (ValueError, RecursionError):
-        raise InputError("messages, tools: half a surrogate pair is not valid text") from None
+        raise InputError("messages, tools: a lone surrogate is not valid text") from None
     ignored = sorted(fields.keys() - _SUPPORTED_FIELDS - _ACCEPTED_VALUES.keys())
     for key in ignored:
         _note_ignored(key)

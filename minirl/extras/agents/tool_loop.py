@@ -159,7 +159,7 @@ class EpisodeTools:
 def _tool_message(name: str, result: Any) -> dict[str, Any]:
     """Return a tool's result as a message. The content is text or a list, as TRL's reward functions get it.
 
-    Half a surrogate pair becomes "?". Values that JSON cannot represent become text, also inside a list.
+    A lone surrogate becomes "?". Values that JSON cannot represent become text, also inside a list.
     """
     content: Any = str(result)
     if isinstance(result, list):
