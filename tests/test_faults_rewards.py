@@ -119,7 +119,7 @@ def test_row_17_a_missing_reward_column_is_reported_before_a_model_is_loaded(tmp
     good = write_rows(tmp_path / "good.jsonl", [row])
     bad = write_rows(tmp_path / "bad.jsonl", [row, {"prompt": "b", "solution": 1}])
     flags = {"data": good, part: bad if part == "data" else (str(bad),)}
-    said = r"bad\.jsonl:2: no field 'answer', .* reward right .*only completion_ids, .*, solution"
+    said = r"bad\.jsonl:2: no field 'answer', .* reward right .*available: completion_ids, .*, solution"
     config = RunConfig(**flags, reward=(f"{tmp_path}/needs.py:right",))
     with pytest.raises(InputError, match=said):
         load_rewards(config, load_task(config))
