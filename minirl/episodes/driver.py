@@ -291,7 +291,7 @@ class Driver:
 
 @functools.cache
 def make_stop_test(tokenizer: Tokenizer, strings: tuple[str, ...]) -> StopStrings:
-    """Make the test of these strings. Turns with the same strings share one, which the engine asks once per step."""
+    """Return the stop test of these strings. Turns with the same strings share it; the engine runs it once per step."""
     return StopStrings(tokenizer, strings)
 
 

@@ -1,4 +1,4 @@
-"""Blocking calls of users' code, beside the event loop that also decodes."""
+"""Run users' blocking calls in threads, off the event loop's thread, which also decodes."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,13 +7,13 @@ from typing import Any
 
 
 async def run_in_thread(thread: ThreadPoolExecutor | None, call: Callable[[], Any]) -> Any:
-    """Return the result of a blocking call in a thread. Its exceptions pass through, as a RuntimeError if they must."""
+    """Run a blocking call in a thread and return its result. Propagates exceptions, some as a RuntimeError."""
 
     def run() -> Any:
         try:
             return call()
         except (StopIteration, SystemExit, KeyboardInterrupt) as error:
-            # No future takes the first, and the others would end the event loop.
+            # A future rejects StopIteration, and the other two would stop the event loop.
             raise RuntimeError(f"raised {error!r}") from error
 
     return await asyncio.get_running_loop().run_in_executor(thread, run)
