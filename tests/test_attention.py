@@ -16,7 +16,7 @@ from minirl.model.portable_attention import BLOCK, min_queries
 from minirl.model.transformer import is_batch_invariant
 from support.caches import decode_layout, length_of, make_cache, poison
 from support.engines import CPU, cached_model
-from support.layouts import FAMILIES, shared_layout
+from support.layouts import shared_layout
 from support.marks import slow
 from support.tensors import randn
 
@@ -24,10 +24,10 @@ RAGGED = (1, 127, 128, 129, 300, 2, 257)
 WINDOWS = [None, 1, 5, 128, 130]
 
 
-def random_qkv(num_tokens, heads, kv_heads, dim, dtype=torch.float32, seed=0):
+def random_qkv(num_tokens, heads, dim, dtype=torch.float32):
     """Queries wide enough that the softmax is peaked, so that every key's place and mask matter."""
-    shapes = (heads, kv_heads, kv_heads)
-    q, k, v = (randn(num_tokens, n, dim, seed=seed + i) for i, n in enumerate(shapes))
+    shapes = (heads, 2, 2)
+    q, k, v = (randn(num_tokens, n, dim, seed=i) for i, n in enumerate(shapes))
     return (2 * q).to(dtype), k.to(dtype), v.to(dtype)
 
 
@@ -76,7 +76,7 @@ def test_packed_attention_and_its_gradients_equal_dense_softmax(dtype, lengths, 
     fp32 and bf16 differ from the exact result of the same inputs by their own rounding only.
     """
     dim = 8 if dtype == torch.float64 else 32
-    leaves = [x.requires_grad_() for x in random_qkv(sum(lengths), 2 * groups, 2, dim, dtype)]
+    leaves = [x.requires_grad_() for x in random_qkv(sum(lengths), 2 * groups, dim, dtype)]
     out = attend_packed(*leaves, lengths, window)
     parts = zip(*(x.double().split(lengths) for x in leaves), strict=True)
     expected = torch.cat([dense_attention(*part, window) for part in parts])
@@ -89,7 +89,7 @@ def test_packed_attention_and_its_gradients_equal_dense_softmax(dtype, lengths, 
 @pytest.mark.parametrize("window", [None, 130])
 def test_non_finite_values_stay_in_their_sequence(window):
     """A broken sequence is not multiplied by zero into its neighbours: their results keep every bit. Pitfall 2."""
-    q, k, v = random_qkv(sum(RAGGED), 4, 2, 8)
+    q, k, v = random_qkv(sum(RAGGED), 4, 8)
     expected = attend_packed(q, k, v, RAGGED, window).split(RAGGED)
     for broken in range(len(RAGGED)):
         k_bad, v_bad = k.clone(), v.clone()
@@ -146,8 +146,8 @@ def test_what_the_fused_kernels_are_asked_for_is_what_the_portable_one_computes(
     )
     name = "flash_attn" if kernel == "flash" else "torch.nn.attention.varlen"
     monkeypatch.setitem(sys.modules, name, module)
-    layout = shared_layout(FAMILIES) if shares else PackedLayout(tuple(map(Sequence, RAGGED)), CPU)
-    qkv = random_qkv(len(layout.computed_tokens), 4, 2, 8, torch.float64)
+    layout = shared_layout() if shares else PackedLayout(tuple(map(Sequence, RAGGED)), CPU)
+    qkv = random_qkv(len(layout.computed_tokens), 4, 8, torch.float64)
     got = attention._attend_varlen(*qkv, layout, window, kernel)
     assert_near(got, attend(*qkv, layout, layer=0, window=window), 1e-14)
 

@@ -52,8 +52,8 @@ def make(tmp_path):
     return make
 
 
-def conversation(*new, answer=ANSWER):
-    return [user("q"), assistant(answer), *new]
+def conversation(*new):
+    return [user("q"), assistant(ANSWER), *new]
 
 
 def written_behind(tokenizer, *new):

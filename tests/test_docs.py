@@ -170,8 +170,9 @@ def block_with(text, page):
     return source
 
 
-def names_of(text, page, **names):
-    """The names that the page's block with this text defines, given these names."""
+def names_of(text, page):
+    """The names that the page's block with this text defines."""
+    names = {}
     exec(block_with(text, page), names)
     return names
 

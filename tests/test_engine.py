@@ -75,11 +75,9 @@ def tolerance(model: Transformer) -> float:
     return tolerance_for(model.config, model.lm_head.weight.dtype)
 
 
-def assert_same(
-    got: Sequence[Rollout], expected: Sequence[Rollout], model: Transformer, allowed: float | None = None
-) -> None:
-    """The same rollouts in any order: bit for bit, or in logprobs up to `allowed`, which is rounding by default."""
-    allowed = tolerance(model) if allowed is None else allowed
+def assert_same(got: Sequence[Rollout], expected: Sequence[Rollout], model: Transformer) -> None:
+    """The same rollouts in any order: bit for bit, or in logprobs up to rounding."""
+    allowed = tolerance(model)
     if allowed > 1e-5:
         pytest.skip("bf16 products of this machine depend on the number of rows, so rollouts may too")
     by_id = {rollout.rollout_id: rollout for rollout in got}

@@ -243,7 +243,7 @@ def test_rows_06_and_23_an_error_is_printed_once_and_ends_all_ranks(tmp_path, bo
 def test_row_38_out_of_memory_is_reported_with_its_phase_plan_and_flags(tmp_path, runs):
     """The update runs out of memory."""
     too_large = "def token_loss(*args):\n    torch.empty(2**50)\n"
-    fork = extended_fork(tmp_path, "train_grpo.py", too_large, name="memory")
+    fork = extended_fork(tmp_path, too_large, name="memory")
     with started(tmp_path, [[str(fork), *grpo()[1:]]], MINIRL_RUNS=str(runs)) as job:
         assert job.codes() == [2]
         plan = r"training \S+ GB: gradients .*; lower --max-tokens-per-microbatch.*"
@@ -257,7 +257,7 @@ def test_row_31_nan_on_one_rank_stops_all_before_the_update_with_the_rollouts(tm
 
     The run folder contains the script that ran.
     """
-    fork = extended_fork(tmp_path, "train_grpo.py", NAN_FORK, name="nan")
+    fork = extended_fork(tmp_path, NAN_FORK, name="nan")
     command = [str(fork), *grpo("--num-steps", "9", "--save-every", "1", "--run-name", "row-31")[1:]]
     with started(tmp_path, [command] * 2, MINIRL_RUNS=str(runs)) as job:
         assert job.codes() == [3, 3]
@@ -399,7 +399,7 @@ def rollout_weights(*args):
 @pytest.mark.slow
 def test_rows_01_and_12_two_nodes_train_die_and_resume_as_four_ranks_of_one(four_ranks, tmp_path, runs):
     """Two torchruns rendezvous over c10d, and a rank of the second is killed. All bits equal four ranks on one node."""
-    fork = extended_fork(tmp_path, "train_grpo.py", KILLED_FORK, name="nodes")
+    fork = extended_fork(tmp_path, KILLED_FORK, name="nodes")
     flags = (
         "--num-steps 3 --save-every 1 --eval-every 0 --keep-checkpoints 0 --prompts-per-step 5 --group-size 4"
     )

@@ -13,7 +13,7 @@ from minirl.model.layers import GatedActivation
 from minirl.training.scoring import head_logprobs
 from support.caches import decoded_both_ways
 from support.engines import make_model, mixed_requests
-from support.layouts import FAMILIES, shared_layout
+from support.layouts import shared_layout
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,8 +24,8 @@ pytestmark = [
 CUDA = torch.device("cuda")
 
 
-def random_tensors(*shapes, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+def random_tensors(*shapes):
+    generator = torch.Generator().manual_seed(0)
     return [torch.randn(*shape, generator=generator) for shape in shapes]
 
 
@@ -41,7 +41,7 @@ def test_cuda_attention_equals_the_portable_kernel(window, shares):
     keys, and gradients of a shared row are summed over those who share it."""
     assert kernel_for(CUDA, torch.bfloat16, 64) != "portable"
     layout = (
-        shared_layout(FAMILIES)
+        shared_layout()
         if shares
         else PackedLayout(tuple(map(Sequence, (1, 17, 128, 300))), torch.device("cpu"))
     )

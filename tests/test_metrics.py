@@ -64,9 +64,9 @@ def test_a_maximum_propagates_nan_and_a_metric_without_values_is_missing(reduce_
         assert reduced == {"max": -3.0}
 
 
-def make_rollout(num_prompt_tokens, num_sampled, finish_reason="stop", sample=1):
+def make_rollout(num_prompt_tokens, num_sampled, finish_reason="stop"):
     completion = sampled(range(num_sampled), versions=8)
-    return rollout_of(RolloutId(4, sample), range(num_prompt_tokens), completion, finish_reason)
+    return rollout_of(RolloutId(4, 1), range(num_prompt_tokens), completion, finish_reason)
 
 
 def test_metrics_of_two_ranks_equal_numbers_computed_by_hand(reduce_over_ranks, monkeypatch):

@@ -38,8 +38,8 @@ from support.jobs import LIMIT_S
 from support.texts import user
 
 
-def rollouts_of(rollout, num_steps=1, num_groups=5, **options):
-    return collected(make_collector(rollout=rollout, **options), num_steps, num_groups)
+def rollouts_of(rollout):
+    return collected(make_collector(rollout=rollout), 1, 5)
 
 
 def test_an_invalid_request_raises_at_its_await_and_the_function_may_continue():

@@ -89,9 +89,7 @@ def started(folder: Path, commands: Sequence[Sequence[str]], **variables: str) -
         job.kill()
 
 
-def torchrun(
-    script: str | Path, *flags: str, options: Sequence[str] = ("--standalone",), ranks: int = 2
-) -> list[str]:
-    """Return the torchrun command that starts a script with this number of ranks, by default on a single node."""
-    command = [sys.executable, "-m", "torch.distributed.run", *options, f"--nproc-per-node={ranks}"]
+def torchrun(script: str | Path, *flags: str, options: Sequence[str]) -> list[str]:
+    """Return the torchrun command that starts a script on two ranks of a node with these options."""
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node=2"]
     return [*command, str(script), *flags]

@@ -7,24 +7,6 @@ import torch
 from minirl.rollouts import RolloutId
 from minirl.training.batch import Batch, SequenceInfo
 
-
-def shared_layout(families, seed=0):
-    """Return the layout of shuffled families (prompt, own tokens of each member); the first member is the parent."""
-    nothing = torch.empty(0)
-    return Batch(shuffled_members(families, seed), nothing, nothing).layout()
-
-
-def shuffled_members(families, seed):
-    """Return the shuffled members' sequence infos."""
-    infos = [
-        SequenceInfo(RolloutId(i, sample), prompt + n, prompt)
-        for i, (prompt, *owns) in enumerate(families)
-        for sample, n in enumerate(owns)
-    ]
-    random.Random(seed).shuffle(infos)
-    return tuple(infos)
-
-
 # Prompts around block borders, with one to five members. One member has no own tokens; two families share nothing.
 FAMILIES = [
     (1, 3, 140),
@@ -35,3 +17,20 @@ FAMILIES = [
     (0, 250),
     (64, 65),
 ]
+
+
+def shared_layout():
+    """Return the layout of the shuffled families; the first member of each is the parent."""
+    nothing = torch.empty(0)
+    return Batch(shuffled_members(FAMILIES, seed=0), nothing, nothing).layout()
+
+
+def shuffled_members(families, seed):
+    """Return the shuffled sequence infos of families (prompt, own tokens of each member)."""
+    infos = [
+        SequenceInfo(RolloutId(i, sample), prompt + n, prompt)
+        for i, (prompt, *owns) in enumerate(families)
+        for sample, n in enumerate(owns)
+    ]
+    random.Random(seed).shuffle(infos)
+    return tuple(infos)

@@ -12,10 +12,10 @@ from minirl.model.config import ModelConfig
 from minirl.run.budget import Workload
 
 
-def allocated_bytes(function: Callable[[], Any]) -> tuple[int, int]:
-    """Return the peak of the bytes that a call allocates, and how many stay allocated. CPU only."""
+def peak_bytes(function: Callable[[], Any]) -> int:
+    """Return the peak of the bytes that a call allocates. CPU only."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        result = function()
+        function()
     assert profiler.profiler is not None
     kineto = profiler.profiler.kineto_results
     events = [event for event in kineto.events() if event.name() == "[memory]"]
@@ -25,8 +25,7 @@ def allocated_bytes(function: Callable[[], Any]) -> tuple[int, int]:
     for event in events:
         allocated += event.nbytes()
         peak = max(peak, allocated)
-    del result  # the result counts up to here
-    return peak, allocated
+    return peak
 
 
 def saved_bytes(model: nn.Module, function: Callable[[], Any]) -> int:

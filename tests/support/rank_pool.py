@@ -1,7 +1,6 @@
 """A pool of processes in one gloo group that many tests share."""
 
 import gc
-import importlib
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -15,19 +14,15 @@ from support.jobs import LIMIT_S
 
 
 class RankPool:
-    """A pool of processes in one gloo group, which run functions.
+    """A pool of processes in one gloo group, which run functions."""
 
-    is_fake: whether only rank 0 exists. Its collectives return immediately and leave their outputs unchanged, but
-    allocate the same memory as in a real group.
-    """
-
-    def __init__(self, world_size: int, *, is_fake: bool = False):
+    def __init__(self, world_size: int):
         self.num_ranks = world_size
         rendezvous = tempfile.mkdtemp()
         self._pipes, self._processes = [], []
-        for rank in range(1 if is_fake else world_size):
+        for rank in range(world_size):
             ours, theirs = make_pipe()
-            self._processes.append(fork(_serve, theirs, rank, world_size, rendezvous, is_fake))
+            self._processes.append(fork(_serve, theirs, rank, world_size, rendezvous))
             self._pipes.append(ours)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -52,14 +47,11 @@ def wait_for_replies() -> None:
     EpisodeRunner.reply_wait_s = 60.0
 
 
-def _serve(pipe: Any, rank: int, world_size: int, rendezvous: str, is_fake: bool) -> None:
+def _serve(pipe: Any, rank: int, world_size: int, rendezvous: str) -> None:
     torch.set_num_threads(1)
     wait_for_replies()
     store = torch.distributed.FileStore(f"{rendezvous}/store", world_size)
-    if is_fake:
-        importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
-    backend = "fake" if is_fake else "gloo"
-    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     while True:
         function, args = pipe.recv()
         try:

@@ -11,10 +11,8 @@ GRID = [Truncation(k, p) for k in (1, 5, 40, 256) for p in (0.3, 0.9, 1.0)]
 RULES = [Truncation(), *GRID[1:], *GRID]
 
 
-def keys_of(count: int, *, seed: int = 0) -> Tensor:
-    return torch.tensor(
-        [request_key(seed, purpose="train", prompt_ordinal=i, sample=0) for i in range(count)]
-    )
+def keys_of(count: int) -> Tensor:
+    return torch.tensor([request_key(0, purpose="train", prompt_ordinal=i, sample=0) for i in range(count)])
 
 
 def columns(truncations: list[Truncation]) -> tuple[Tensor, ...]:

@@ -55,7 +55,7 @@ class StubModel:
 
 
 @contextmanager
-def stub_engine(load: Load, **options: int | bool) -> Iterator[Engine]:
+def stub_engine(load: Load) -> Iterator[Engine]:
     """Yield an engine for this load. It keeps block tables as on CUDA, which is faster than the CPU's index."""
     with mock.patch.object(kv_cache, "decode_kernel_for", return_value="paged"):
         yield Engine(
@@ -64,7 +64,6 @@ def stub_engine(load: Load, **options: int | bool) -> Iterator[Engine]:
             cache_tokens=load.cache_tokens,
             dtype=torch.float32,
             device=torch.device("cpu"),
-            **options,
         )
 
 

@@ -25,10 +25,10 @@ SCRIPTS = ("train_grpo.py", "train_ppo.py")
 FAST_LEARNING = "--num-steps 40 --prompts-per-step 32 --num-minibatches 4"
 
 
-def extended_fork(folder: Path, script: str, text: str, *, name: str) -> Path:
-    """Make a copy of the script with text added before its main guard."""
-    fork = folder / f"{name}_{script}"
-    head, guard, tail = (ROOT / script).read_text().partition('if __name__ == "__main__":')
+def extended_fork(folder: Path, text: str, *, name: str) -> Path:
+    """Make a copy of train_grpo.py with text added before its main guard."""
+    fork = folder / f"{name}_train_grpo.py"
+    head, guard, tail = (ROOT / "train_grpo.py").read_text().partition('if __name__ == "__main__":')
     fork.write_text(head + text + guard + tail)
     return fork
 
@@ -123,15 +123,15 @@ def _run_main(
     return printed.getvalue()
 
 
-def evaluated(pool: RankPool, *flags: str, runs: Path, **variables: str) -> dict[str, Any]:
-    """Evaluate on all ranks of a pool; return rank 0's JSON result. variables: environment variables."""
-    first, *others = pool.run(_evaluate, str(runs), flags, variables)
+def evaluated(pool: RankPool, *flags: str, runs: Path) -> dict[str, Any]:
+    """Evaluate on all ranks of a pool; return rank 0's JSON result."""
+    first, *others = pool.run(_evaluate, str(runs), flags)
     assert not any(others), "only rank 0 prints"
     return json.loads(first)
 
 
-def _evaluate(rank: int, runs: str, flags: tuple[str, ...], variables: dict[str, str]) -> str:
-    os.environ.update(variables, MINIRL_RUNS=runs)
+def _evaluate(rank: int, runs: str, flags: tuple[str, ...]) -> str:
+    os.environ["MINIRL_RUNS"] = runs
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
         from minirl.extras import evaluate

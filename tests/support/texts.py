@@ -19,7 +19,7 @@ TEMPLATE = (
 )
 
 
-def save_tokenizer(folder, template, *, tokens=TOKENS, single="<bos> $A", eos_token="<eos>"):
+def save_tokenizer(folder, template, *, tokens=TOKENS, single="<bos> $A"):
     """Save a tokenizer with one token per character; both the backend (`single`) and the template add a BOS."""
     from tokenizers import Regex, decoders, models, pre_tokenizers, processors
     from tokenizers import Tokenizer as Backend
@@ -33,7 +33,7 @@ def save_tokenizer(folder, template, *, tokens=TOKENS, single="<bos> $A", eos_to
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token="<bos>",
-        eos_token=eos_token,
+        eos_token="<eos>",
         unk_token="<unk>",
         additional_special_tokens=["<turn>"],
     )
