@@ -12,7 +12,6 @@ import torch
 
 from minirl.data.conversation import rollout_messages
 from minirl.data.task import Row
-from minirl.episodes.in_flight import PromptsInFlight
 from minirl.errors import InputError
 from minirl.rollouts import Rollout, SampledSequence
 from support.collecting import (
@@ -176,6 +175,8 @@ def test_no_rollout_is_trained_on_too_late_and_prompts_come_in_order(max_stalene
             ages.append(step - int(versions[0]))
     assert max(ages) == max_staleness, "the bound was never reached"
     assert collector.engine.take_stats().decode_steps < 12 * 50 / 2, "long rollouts decode alone"
+    with pytest.raises(InputError, match="prompts expire, and this step takes only 1"):
+        collector.collect(1)
     collector.close()
 
 
@@ -197,18 +198,3 @@ def test_zero_variance_groups_are_replaced_or_fill_up_the_step():
         assert groups.rewarded.rewards[:, 0].tolist() == list(itertools.chain(*expected))
         texts = [prompts.tokenizer.decode(rollout.completion) for rollout in groups.rewarded.rollouts]
         assert groups.rewarded.texts == texts
-
-
-def test_expiring_and_new_prompts_match_the_docstrings_examples():
-    """The numbers are those in the docstrings. Interrupted prompts begin before new ones."""
-    prompts = PromptsInFlight(2, 17, 5, {10: 3, 11: 3, 12: 4, 13: 4, 14: 4, 15: 4, 16: 4})
-    assert prompts.expiring(4) == {10, 11, 12}
-    with pytest.raises(InputError, match="5 prompts expire, and this step takes only 2"):
-        prompts.expiring(2)
-    assert prompts.num_to_begin(4, num_wanted=4, num_ready=2) == 3
-    assert prompts.begin_prompts(3) == [17, 18, 19]
-    assert prompts.num_to_begin(4, num_wanted=4, num_ready=4) == 2
-    prompts.end_step(range(10, 18))
-    prompts.restore(20, [7])
-    assert prompts.begin_prompts(2) == [7, 20]
-    assert prompts.ordinals == [7, 18, 19, 20]

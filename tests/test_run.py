@@ -53,8 +53,8 @@ def test_row_51_a_finished_run_continues_with_more_steps_without_its_initial_mod
 
     The first start finds a gap between sampled and training logprobs; the resume keeps its correction.
 
-    A note names an evaluation file that is only partly used. Fault 13. The last lines name checkpoint, metrics and
-    rollouts. The copy of the script in the run folder can resume the run.
+    Fault 13. The last lines name checkpoint, metrics and rollouts. The copy of the script in the run folder can resume
+    the run.
     """
     model = shutil.copytree(embedded_model, tmp_path / "model")
     data = write_rows(tmp_path / "data.jsonl", [{"prompt": f"{i}32=", "answer": "2"} for i in range(10)])
@@ -75,7 +75,6 @@ def test_row_51_a_finished_run_continues_with_more_steps_without_its_initial_mod
     copy = shutil.copy(tmp_path / "mine.py", runs / "grown")
     output = train("grown", 3, under=partial(mock.patch, "sys.argv", [copy]))
     assert "note: this run last started with other flags: --num-steps 3 (was 2)\n" in output
-    assert f"note: eval: {data}: only the first 8 of 10 rows\n" in output
     grown, whole = ([untimed(line) for line in read_metrics(runs / name)] for name in ("grown", "whole"))
     assert len(grown) == 3
     assert grown == whole
