@@ -26,7 +26,6 @@ configs:
 def write_parquet(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    return str(path)
 
 
 @pytest.fixture
@@ -40,25 +39,23 @@ def hub(tmp_path, monkeypatch):
     (tmp_path / "openai/gsm8k/README.md").write_text(CONFIGS)
 
 
-def test_rows_of_a_parquet_file_are_python_values(tmp_path):
-    """Messages, nested and missing values, and a timestamp; the place is the number of the row."""
-    chat = [{"role": "user", "content": "a"}]
+def test_rows_of_a_parquet_file_are_python_values_without_the_keys_of_other_rows(tmp_path):
+    """Messages, tools, nested and missing values, and a timestamp; the place is the number of the row.
+
+    Arrow gives each object of a column the keys of all, with nulls.
+    """
+    path = str(tmp_path / "rows.parquet")
     columns = {"info": {"n": [1, None]}, "score": 0.5, "when": datetime.datetime(2026, 1, 2), "none": None}
-    path = write_parquet(tmp_path / "rows.parquet", [{"prompt": chat, **columns}] * 2)
-    assert load_jsonl_task(path, ()).train_rows == [Row(chat, columns, f"{path} row {i}") for i in (1, 2)]
-
-
-def test_messages_and_tools_of_a_parquet_file_have_no_keys_of_others(tmp_path):
-    """Arrow gives each object of a column the keys of all, with nulls."""
-    rows = []
-    for name in ("a", "b"):
+    expected = []
+    for number, name in enumerate("ab", 1):
+        chat = [{"role": "user", "content": "x", f"{name}_note": "y"}]
         parameters = {"type": "object", "properties": {name: {"type": "string"}}}
         tools = [{"type": "function", "function": {"name": name, "parameters": parameters}}]
-        rows.append({"prompt": [{"role": "user", "content": "x", f"{name}_note": "y"}], "tools": tools})
-    path = write_parquet(tmp_path / "rows.parquet", rows)
-    assert [[row.prompt, row.tools] for row in load_jsonl_task(path, ()).train_rows] == [
-        [row["prompt"], row["tools"]] for row in rows
-    ]
+        expected.append(Row(chat, columns, f"{path} row {number}", tools))
+    write_parquet(
+        tmp_path / "rows.parquet", [{"prompt": r.prompt, "tools": r.tools, **columns} for r in expected]
+    )
+    assert load_jsonl_task(path, ()).train_rows == expected
 
 
 def test_gsm8k_without_data_is_the_hubs(hub):
