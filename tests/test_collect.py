@@ -167,6 +167,7 @@ def test_no_rollout_is_trained_on_too_late_and_prompts_come_in_order(max_stalene
         assert len(set(ordinals)) == 3
         waiting = {r.rollout_id.prompt_ordinal for r in collector._rewarded.rollouts}
         assert not waiting or min(waiting) > max(ordinals)
+        assert len(collector.in_flight) - len(waiting) <= 2 * 3, "more than two steps' prompts are open"
         for rollout in groups.rewarded.rollouts:
             (branch,) = rollout.branches
             versions = branch.stream["weight_version"][branch.loss_mask]

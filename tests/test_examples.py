@@ -1,6 +1,5 @@
 """Every example of docs/examples trains two steps and resumes to the same bits."""
 
-import itertools
 import os
 import re
 import shutil
@@ -273,9 +272,7 @@ def set_variables(rank, variables):
     os.environ.update(variables)
 
 
-def test_an_opponents_answers_have_no_loss_and_depend_on_its_newest_folder_alone(
-    tmp_path, files, monkeypatch
-):
+def test_an_opponents_answers_depend_on_its_newest_folder_alone(tmp_path, files, monkeypatch):
     """Whatever other episodes do meanwhile."""
     patterns = f"{files['chat']} {tmp_path}/later*"
     monkeypatch.setenv("OPPONENT", patterns)
@@ -293,16 +290,12 @@ def test_an_opponents_answers_have_no_loss_and_depend_on_its_newest_folder_alone
 
     before = sampled()
     assert sampled() == before
-    for _, _, ((_, _, tokens),), _ in before:
-        parts = itertools.groupby(is_sampled for _, is_sampled, _ in tokens)
-        assert [is_sampled for is_sampled, _ in parts] == [False, True, False, True]
     weights = load_file(files["chat"] / "model.safetensors")
     later = shutil.copytree(files["chat"], tmp_path / "later1")
     save_file({name: -weight for name, weight in weights.items()}, later / "model.safetensors")
-    embedding, name = opponent.model.embed_tokens.weight, "model.embed_tokens.weight"
-    assert torch.equal(embedding, weights[name].float())
     assert sampled() != before
-    assert torch.equal(embedding, -weights[name].float())
+    newest = -weights["model.embed_tokens.weight"].float()
+    assert torch.equal(opponent.model.embed_tokens.weight, newest)
 
 
 def test_a_process_reward_scores_each_step_at_its_end(data_folder, monkeypatch):

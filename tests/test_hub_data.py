@@ -12,6 +12,7 @@ from minirl.data.task import Row
 from minirl.errors import InputError
 from minirl.run.config import RunConfig
 from minirl.run.inputs import load_task
+from support.texts import assistant
 
 CONFIGS = """---
 configs:
@@ -45,10 +46,16 @@ def test_rows_of_a_parquet_file_are_python_values_without_the_keys_of_other_rows
     Arrow gives each object of a column the keys of all, with nulls.
     """
     path = str(tmp_path / "rows.parquet")
-    columns = {"info": {"n": [1, None]}, "score": 0.5, "when": datetime.datetime(2026, 1, 2), "none": None}
+    columns = {
+        "info": {"n": [1, None], "m": None},
+        "score": 0.5,
+        "when": datetime.datetime(2026, 1, 2),
+        "none": None,
+    }
     expected = []
     for number, name in enumerate("ab", 1):
-        chat = [{"role": "user", "content": "x", f"{name}_note": "y"}]
+        call = {"type": "function", "function": {"name": name, "arguments": {name: 1}}}
+        chat = [assistant("x", tool_calls=[call])]
         parameters = {"type": "object", "properties": {name: {"type": "string"}}}
         tools = [{"type": "function", "function": {"name": name, "parameters": parameters}}]
         expected.append(Row(chat, columns, f"{path} row {number}", tools))
