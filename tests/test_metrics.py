@@ -7,6 +7,7 @@ import math
 import sys
 import threading
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from minirl.report.metrics import (
     add_tokens,
     derived,
 )
-from minirl.rollouts import RolloutId
+from minirl.rollouts import EpisodeRecord, RolloutId, TurnRecord, join_streams, unsampled_stream
 from minirl.training.batch import Batch, independent_sequences
 from support.processes import file_limit
 from support.rollouts import in_two_branches, rollout_of, sampled
@@ -65,12 +66,12 @@ def test_a_maximum_propagates_nan_and_a_metric_without_values_is_missing(reduce_
 
 
 def make_rollout(num_prompt_tokens, num_sampled, finish_reason="stop"):
-    completion = sampled(range(num_sampled), versions=8)
+    completion = join_streams(sampled(range(num_sampled), versions=8), unsampled_stream([7]))
     return rollout_of(RolloutId(4, 1), range(num_prompt_tokens), completion, finish_reason)
 
 
 def test_metrics_of_two_ranks_equal_numbers_computed_by_hand(reduce_over_ranks, monkeypatch):
-    """Two rollouts of 1 and 5 tokens (the latter in two branches), and a microbatch of 4 sampled and 1 prompt token.
+    """Two rollouts (1 token and 3 turns; 5 tokens in 2 branches), and a microbatch of 4 sampled and 1 prompt token.
 
     Only sampled tokens count. All ranks have all rewards, one of which does not apply, and all lengths. Rank 1 has no
     rollout and an empty microbatch. Pitfall 58: each reward has its own metric. Pitfall 60: the gap is measured only on
@@ -80,6 +81,7 @@ def test_metrics_of_two_ranks_equal_numbers_computed_by_hand(reduce_over_ranks, 
     ranks = StepMetrics(), StepMetrics()
     sequences = [one._replace(num_loss_tokens=one.num_tokens) for one in independent_sequences([6, 1, 1, 2])]
     rollouts = [make_rollout(9, 1), in_two_branches(make_rollout(1, 5, "length"))]
+    rollouts[0] = replace(rollouts[0], episode=EpisodeRecord([TurnRecord(0, 1, "stop")] * 3))
     correct = torch.tensor([[1.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
     short = torch.tensor([[-1.0, -3.0], [math.nan, -5.0]]).double()
     for metrics, of_rank in zip(ranks, (rollouts, []), strict=True):
@@ -124,8 +126,8 @@ def test_metrics_of_two_ranks_equal_numbers_computed_by_hand(reduce_over_ranks, 
             "count/tokens": 6.0,
             "count/rollouts": 2.0,
             "finish/stop": 0.5,
-            "env/turns_mean": 1.0,
-            "env/tokens": 0.0,
+            "env/turns_mean": 2.0,
+            "env/tokens": 2.0,
             "finish/length": 0.5,
             "reward/mean": 0.75,
             "reward/std": 0.5,
