@@ -31,7 +31,7 @@ def parse_answer(tokenizer: ChatTokenizer, ids: Sequence[int], before: NDArray[n
     "tool_calls" is a list of {"type": "function", "function": {"name": ..., "arguments": {...}}}; "parse_error" says
     why the answer, or its first malformed call, cannot be parsed.
 
-    before: the ids before the turn, int64 [L], which may have opened the reasoning. Raises InputError naming the
+    before: the ids before the turn, int64 [L], which may have opened the reasoning. Raises InputError, naming the
     tokenizer's folder if the model's tool-call format is unknown.
     """
     if not uses_hermes_format(tokenizer):

@@ -103,7 +103,7 @@ class ChatTokenizer(Tokenizer):
         """Yield the token ids of each row's prompt, which shows the row's tools or else the run's.
 
         Text prompts begin with exactly one BOS token and never end with EOS, because the completion continues them.
-        Chat prompts have only the special tokens that the chat template writes. Raises InputError naming the row if its
+        Chat prompts have only the special tokens that the chat template writes. Raises InputError, naming the row if its
         prompt cannot be encoded, is empty or has ids outside the model's vocabulary, and if row and run have different
         tools.
         """
@@ -123,7 +123,7 @@ class ChatTokenizer(Tokenizer):
                 yield ids
 
     def _prompt_text(self, row: Row) -> str:
-        """Return a row's prompt as text. Raises InputError naming the row."""
+        """Return a row's prompt as text. Raises InputError, naming the row."""
         if not self.is_chat(row.prompt):
             refuse(row.tools or self.tools, f"{row.origin}: a text prompt cannot show tools; see --chat")
             return cast(str, row.prompt)
@@ -188,7 +188,7 @@ class ChatTokenizer(Tokenizer):
         (`render_after_answer`).
 
         end_id: the answer's last id if the model ended it, None if it was truncated. If the template closes an answer
-        with this id, the ids up to it are not repeated. Raises InputError naming `origin` and the tokenizer's folder if
+        with this id, the ids up to it are not repeated. Raises InputError, naming `origin` and the tokenizer's folder if
         the last message is the assistant's, and for messages that the template rejects or does not show.
         """
         refuse(
@@ -243,7 +243,7 @@ class ChatTokenizer(Tokenizer):
         """Render messages and tools with the chat template and its arguments.
 
         A prompt ends with the generation prompt. If its last message is the assistant's, the answer continues that
-        message, as in TRL. Raises InputError naming `origin` and the folder if the template rejects the messages.
+        message, as in TRL. Raises InputError, naming `origin` and the folder if the template rejects the messages.
         """
         if self.backend.chat_template is None:
             hint = "leave out --chat" if self.chat else "use text prompts"

@@ -68,7 +68,7 @@ def load_gsm8k(data: str, eval_data: Sequence[str]) -> Task:
 def _to_row(fields: dict[str, Any], origin: str) -> Row:
     """Convert an object to a row: `question` is the prompt and the reference number is the column `answer`.
 
-    Raises InputError naming the origin and the field.
+    Raises InputError, naming the origin and the field.
     """
     question = str(fields.get("question") or "")
     refuse(not question.strip(), f"{origin}: no field 'question' with text among {sorted(fields)}")

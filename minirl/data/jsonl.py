@@ -27,7 +27,7 @@ def load_jsonl_task(data: str, eval_data: Sequence[str]) -> Task:
 def _to_row(fields: dict[str, Any], origin: str) -> Row:
     """Convert an object with a "prompt", and optionally "tools", to a row; its other fields become columns.
 
-    Raises InputError naming the origin, also for a column with the name of a reward-function argument.
+    Raises InputError, naming the origin, also for a column with the name of a reward-function argument.
     """
     refuse(
         not isinstance(fields.get("prompt"), str | list),
@@ -86,7 +86,7 @@ def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_json(text: bytes, origin: str) -> Any:
-    """Parse a file or line as JSON. Raises InputError naming the origin."""
+    """Parse a file or line as JSON. Raises InputError, naming the origin."""
     try:
         return json.loads(text, object_pairs_hook=_reject_duplicate_keys)
     except (ValueError, RecursionError) as error:

@@ -22,7 +22,7 @@ def read_message(message: Any, origin: str) -> dict[str, Any]:
     """Normalize a message for chat templates: text as content, and objects as tool-call arguments.
 
     Accepts what users and clients write: content that is null, missing or a list of text parts, and arguments as JSON
-    text. Any other list is valid only as a tool's result, and stays a list. Raises InputError naming `origin` for
+    text. Any other list is valid only as a tool's result, and stays a list. Raises InputError, naming `origin` for
     anything else.
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -110,7 +110,7 @@ def add_answer(messages: Messages, answer: str | dict[str, Any]) -> None:
 
 
 def tool_schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Return the tools' JSON schemas. Raises InputError naming a tool without one, or a duplicate name."""
+    """Return the tools' JSON schemas. Raises InputError, naming a tool without one, or a duplicate name."""
     refuse(not isinstance(tools, list | tuple), f"tools: {tools!r:.80}: expected a list")
     schemas = [_function_schema(tool) if inspect.isroutine(tool) else _checked_schema(tool) for tool in tools]
     names = [schema["function"]["name"] for schema in schemas]

@@ -45,7 +45,7 @@ class PromptStream:
         purpose: see `sampling.request_key`. max_tokens: maximum length of a prompt with its completion. notes: the
         caller's notes on the rows, for the log.
 
-        Skips prompts that leave fewer than `max_new_tokens` tokens for the completion. Raises InputError naming rows
+        Skips prompts that leave fewer than `max_new_tokens` tokens for the completion. Raises InputError, naming the rows
         and flags, also if no row is left.
         """
         self.tokenizer = tokenizer
@@ -122,7 +122,7 @@ class PromptStream:
         """Return the request for a later branch of a rollout. `first` is the request of its first branch.
 
         Its `max_new_tokens` is less than 1 if the prompt is too long. tools: the tools that a chat prompt shows; None
-        for the tokenizer's. Raises InputError naming `origin` for an unusable prompt, and for tools that the chat
+        for the tokenizer's. Raises InputError, naming `origin` for an unusable prompt, and for tools that the chat
         template does not show or whose calls cannot be parsed.
         """
         origin = f"{origin}: branch(...)"
@@ -197,7 +197,7 @@ def _shuffled_order(num_rows: int, seed: int, epoch: int) -> "array[int]":
 
 
 def _read_row(row: Row) -> Row:
-    """Return a row with a validated prompt, since scripts make rows too. Raises InputError naming the row."""
+    """Return a row with a validated prompt, since scripts make rows too. Raises InputError, naming the row."""
     if isinstance(row.prompt, str):
         return row
     return dataclasses.replace(row, prompt=read_prompt(row.prompt, f"{row.origin}: the prompt"))

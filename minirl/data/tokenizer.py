@@ -38,7 +38,7 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path):
-        """Load the tokenizer. Raises InputError naming the folder if it has no tokenizer that can be loaded."""
+        """Load the tokenizer. Raises InputError, naming the folder if it has no tokenizer that can be loaded."""
         from transformers import AutoTokenizer
 
         source = model_file(folder, "tokenizer_config.json").parent
@@ -69,7 +69,7 @@ class Tokenizer:
     def encode_text(self, text: str, origin: str) -> list[int]:
         """Return the token ids of a text, with no special tokens except those spelled out in it.
 
-        Raises InputError naming `origin` if the text cannot be tokenized.
+        Raises InputError, naming `origin` if the text cannot be tokenized.
         """
         try:
             return list(self.backend(text, add_special_tokens=False)["input_ids"])
@@ -128,7 +128,7 @@ class Tokenizer:
 def find_stop_ids(folder: Path, eos_id: int | None) -> frozenset[int]:
     """Return the tokenizer's `eos_id` and the stop ids of config.json and generation_config.json.
 
-    Raises InputError naming a file that cannot be read.
+    Raises InputError, naming a file that cannot be read.
     """
     stop_ids: set[Any] = {eos_id}
     for name in ("config.json", "generation_config.json"):

@@ -116,7 +116,7 @@ class Driver:
     def begin_turn(self, turn_request: TurnRequest) -> bool:
         """Begin the turn that the function requests; return False if there is no room for it.
 
-        Raises InputError naming function and row for an invalid request.
+        Raises InputError, naming the function and row for an invalid request.
         """
         episode = self.episode
         refuse(
@@ -274,7 +274,7 @@ class Driver:
         return True
 
     def _appended_ids(self, branch: Branch, turn_request: TurnRequest) -> list[int]:
-        """Return the token ids that a request appends to its branch. Raises InputError naming function and row."""
+        """Return the token ids that a request appends to its branch. Raises InputError, naming the function and row."""
         end_id, origin = None, self.origin
         if is_messages(turn_request.after):
             refuse(

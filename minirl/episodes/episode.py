@@ -206,7 +206,7 @@ class Branch:
         """Append `after`, sample a turn, and return the finished turn. See `TurnRequest`.
 
         after: may also be a single message; None appends nothing. If `after` leaves no room, or the episode reaches a
-        limit, the episode ends and its function is cancelled here. Raises InputError naming an invalid argument, after
+        limit, the episode ends and its function is cancelled here. Raises InputError, naming an invalid argument, after
         `end`, and while another turn of the episode is being sampled.
         """
         strings = tuple(stop) if isinstance(stop, list | tuple) else (cast(str, stop),)

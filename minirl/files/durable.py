@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file for writing, and sync it to disk when the block ends. Raises OSError naming the file."""
+    """Open a new file for writing, and sync it to disk when the block ends. Raises OSError, naming the file."""
     with add_path_to_oserror(path), path.open("wb") as file:
         yield file
         file.flush()
@@ -30,7 +30,7 @@ def replace_file(path: Path, content: str) -> None:
 
 
 def append_whole(path: Path, content: bytes) -> None:
-    """Append the whole content to a file, or nothing if a write fails. Raises OSError naming the file."""
+    """Append the whole content to a file, or nothing if a write fails. Raises OSError, naming the file."""
     with add_path_to_oserror(path), path.open("ab", buffering=0) as file:
         end = file.tell()
         try:

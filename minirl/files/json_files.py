@@ -33,7 +33,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file that contains an object. Raises InputError naming the file if it does not."""
+    """Read a JSON file that contains an object. Raises InputError, naming the file if it does not."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -48,7 +48,7 @@ def is_finite(tensor: Tensor) -> bool:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors, which may be on any device, to a file and sync it to disk.
 
-    Tensors on a GPU and non-contiguous ones are first copied to host memory. Raises OSError naming the file.
+    Tensors on a GPU and non-contiguous ones are first copied to host memory. Raises OSError, naming the file.
     """
     host_tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with durable.add_path_to_oserror(path):

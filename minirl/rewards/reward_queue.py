@@ -106,7 +106,7 @@ class RewardQueue:
     def finish(self, ordinals: Iterable[int]) -> RewardedRollouts:
         """Remove the groups of these prompts, wait for their rewards [N, K], and return the N rollouts in order.
 
-        Raises RewardError naming function and row.
+        Raises RewardError, naming the function and row.
         """
         taken = [self.groups.pop(ordinal) for ordinal in ordinals]
         for call in as_completed([call for _, calls in taken for call in calls]):

@@ -115,7 +115,7 @@ class Checkpoints:
     def save(self, progress: Mapping[str, Any]) -> None:
         """Save models, optimizers and the fields of `Progress` as the checkpoint of `progress["step"]` (collective).
 
-        The checkpoint is complete on return. Raises SaveError naming the file that cannot be written.
+        The checkpoint is complete on return. Raises SaveError, naming the file that cannot be written.
         """
         folder = self._run_folder / "checkpoints" / f"{progress['step']:06d}"
         half_made = folder.with_name(f".half-{folder.name}-{self._token}")
@@ -174,7 +174,7 @@ def _rank_file(rank: int, world_size: int) -> str:
 
 
 def _save_file(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a file for `_load_file` and sync it to disk. Raises OSError naming the file."""
+    """Write a file for `_load_file` and sync it to disk. Raises OSError, naming the file."""
     with durable.new_file(path) as file:
         try:
             torch.save(values, file)

@@ -20,7 +20,7 @@ MAX_NUMBER = 2**63 - 1  # the largest int that fits a tensor; a larger float is 
 
 
 def check_grpo(config: Any) -> None:
-    """Reject flags of train_grpo.py that contradict each other. Raises InputError naming the flag."""
+    """Reject flags of train_grpo.py that contradict each other. Raises InputError, naming the flag."""
     check_shared(config)
     group_baselines = ("mean", "leave_one_out")
     if config.group_size < 2:
@@ -54,7 +54,7 @@ def check_grpo(config: Any) -> None:
 
 
 def check_shared(config: RunConfig) -> None:
-    """Reject invalid values of the shared flags. Raises InputError naming the flag."""
+    """Reject invalid values of the shared flags. Raises InputError, naming the flag."""
     for field in dataclasses.fields(config):
         _check_value(field.name, getattr(config, field.name))
     sources = rollout_flags(config)

@@ -80,7 +80,7 @@ def load_rollout(config: RunConfig) -> UserRollout | None:
 def load_task(config: RunConfig, *, has_rewards: bool = False) -> Task:
     """Load the task that the flags select, and check all rows of its data. Not collective.
 
-    has_rewards: whether the script defines rewards itself. Raises InputError naming file, line, field or flag.
+    has_rewards: whether the script defines rewards itself. Raises InputError, naming the file, line, field or flag.
     """
     data, eval_data = config.data, config.eval_data
     name: str = config.task
@@ -115,7 +115,7 @@ def load_rewards(
     --reward-model (which the caller adds), the task's rewards are logged only.
 
     Starts the worker processes of --reward, which inspect the functions' arguments: call it after flags and data have
-    been checked and the run folder is locked. Raises InputError naming flag and function, and the file, line and field
+    been checked and the run folder is locked. Raises InputError, naming the flag and function, and the file, line and field
     of a row that lacks an argument.
     """
     if not config.reward and not config.reward_model:
@@ -166,7 +166,7 @@ def load_prompts(
 ) -> tuple[ModelConfig, PromptStream, PromptStream]:
     """Return the policy's config, the training prompts and the held-out prompts, both with the tokenizer.
 
-    tools, scalar_head: see `Setup`. If the folder has weights, they are checked too. Raises InputError naming files,
+    tools, scalar_head: see `Setup`. If the folder has weights, they are checked too. Raises InputError, naming the files,
     rows and flags.
     """
     model_config = read_config(model_folder, scalar_head=None if scalar_head else False)

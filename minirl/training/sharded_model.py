@@ -270,7 +270,7 @@ class ShardedModel:
         saved: the `state_tensors` of each rank of the run that saved them; its world size may differ. Needs host memory
         for one full tensor.
 
-        Raises InputError naming `origin` and the tensor if the state belongs to another model.
+        Raises InputError, naming `origin` and the tensor if the state belongs to another model.
         """
         # "exp_avg.model.norm.weight" is the "exp_avg" of "model.norm.weight".
         split_keys = {key: key.split(".", 1) for key in saved[0]}

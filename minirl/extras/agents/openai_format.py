@@ -44,7 +44,7 @@ class ChatRequest:
 
 
 def read_request(given: Any, episode: Episode) -> ChatRequest:
-    """Parse a request from JSON. Raises InputError naming an invalid or unsupported field."""
+    """Parse a request from JSON. Raises InputError, naming an invalid or unsupported field."""
     refuse(not isinstance(given, dict), "the request is not a JSON object")
     fields = {key: value for key, value in given.items() if value is not None}
     for key, values in _ACCEPTED_VALUES.items():

@@ -166,7 +166,7 @@ def check_native(config: Any, read: Callable[[Mapping[str, Any]], ModelConfig]) 
 def measure(config: Any) -> tuple[ModelConfig, bool]:
     """Return the `ModelConfig` of transformers' modules, and whether decoding is bitwise equal to scoring.
 
-    Raises InputError naming what differs from transformers.
+    Raises InputError, naming what differs from transformers.
     """
     small, real_windows = shrink_config(config)
     oracle = make_oracle(small)

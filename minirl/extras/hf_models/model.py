@@ -67,7 +67,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Run `attend` as an attention function of transformers: [1, heads, T, C] -> [1, T, heads, C].
 
-    Raises InputError naming an unsupported argument that would change the result.
+    Raises InputError, naming an unsupported argument that would change the result.
     """
     unknown = [name for name, given in others.items() if given is not None and name not in _HARMLESS]
     refuse(unknown, f"its attention needs {', '.join(unknown)}, which minirl does not support")

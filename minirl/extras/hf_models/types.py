@@ -59,7 +59,7 @@ class HFModel:
 
 
 def read_hf_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Return the `ModelConfig` of a config.json. Raises InputError naming the difference if it fails the gate."""
+    """Return the `ModelConfig` of a config.json. Raises InputError, naming the difference if it fails the gate."""
     text = _config_text(raw)
     config, is_exact = _pass_gate(text)
     return dataclasses.replace(config, hf_backend=HFModel(text, is_exact))
@@ -82,7 +82,7 @@ def _config_text(raw: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _pass_gate(text: str, read: Callable[[Mapping[str, Any]], ModelConfig] | None = None) -> Any:
-    """Return the result of `gate.measure`, or with `read` of `gate.check_native`. Raises InputError naming the type."""
+    """Return the result of `gate.measure`, or with `read` of `gate.check_native`. Raises InputError, naming the type."""
     raw = json.loads(text)
     try:
         config = transformers_config(raw)
