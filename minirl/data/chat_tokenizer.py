@@ -103,9 +103,9 @@ class ChatTokenizer(Tokenizer):
         """Yield the token ids of each row's prompt, which shows the row's tools or else the run's.
 
         Text prompts begin with exactly one BOS token and never end with EOS, because the completion continues them.
-        Chat prompts have only the special tokens that the chat template writes. Raises InputError, naming the row if its
-        prompt cannot be encoded, is empty or has ids outside the model's vocabulary, and if row and run have different
-        tools.
+        Chat prompts have only the special tokens that the chat template writes. Raises InputError, naming the row if
+        its prompt cannot be encoded, is empty or has ids outside the model's vocabulary, and if row and run have
+        different tools.
         """
         for first in range(0, len(rows), ROWS_PER_BATCH):
             batch = rows[first : first + ROWS_PER_BATCH]
@@ -188,8 +188,8 @@ class ChatTokenizer(Tokenizer):
         (`render_after_answer`).
 
         end_id: the answer's last id if the model ended it, None if it was truncated. If the template closes an answer
-        with this id, the ids up to it are not repeated. Raises InputError, naming `origin` and the tokenizer's folder if
-        the last message is the assistant's, and for messages that the template rejects or does not show.
+        with this id, the ids up to it are not repeated. Raises InputError, naming `origin` and the tokenizer's folder
+        if the last message is the assistant's, and for messages that the template rejects or does not show.
         """
         refuse(
             messages[-1]["role"] == "assistant",

@@ -45,8 +45,8 @@ class PromptStream:
         purpose: see `sampling.request_key`. max_tokens: maximum length of a prompt with its completion. notes: the
         caller's notes on the rows, for the log.
 
-        Skips prompts that leave fewer than `max_new_tokens` tokens for the completion. Raises InputError, naming the rows
-        and flags, also if no row is left.
+        Skips prompts that leave fewer than `max_new_tokens` tokens for the completion. Raises InputError, naming the
+        rows and flags, also if no row is left.
         """
         self.tokenizer = tokenizer
         self.purpose = purpose

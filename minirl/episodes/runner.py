@@ -118,8 +118,8 @@ class EpisodeRunner:
         A group enters the queue when its last episode ends. With a budget, the round also ends when there is nothing to
         decode and no function has replied for `reply_wait_s`.
 
-        Raises InputError like `Engine.submit`, and RewardError. Raises RolloutError, naming the function, row and turn if
-        the function fails or does not catch the error of an invalid request.
+        Raises InputError like `Engine.submit`, and RewardError. Raises RolloutError, naming the function, row and turn
+        if the function fails or does not catch the error of an invalid request.
         """
         for driver in self._drivers.values():
             driver.budget = budget

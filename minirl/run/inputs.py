@@ -115,8 +115,8 @@ def load_rewards(
     --reward-model (which the caller adds), the task's rewards are logged only.
 
     Starts the worker processes of --reward, which inspect the functions' arguments: call it after flags and data have
-    been checked and the run folder is locked. Raises InputError, naming the flag and function, and the file, line and field
-    of a row that lacks an argument.
+    been checked and the run folder is locked. Raises InputError, naming the flag and function, and the file, line and
+    field of a row that lacks an argument.
     """
     if not config.reward and not config.reward_model:
         return task.rewards if script_rewards is None else script_rewards, task.extra_scores
@@ -166,8 +166,8 @@ def load_prompts(
 ) -> tuple[ModelConfig, PromptStream, PromptStream]:
     """Return the policy's config, the training prompts and the held-out prompts, both with the tokenizer.
 
-    tools, scalar_head: see `Setup`. If the folder has weights, they are checked too. Raises InputError, naming the files,
-    rows and flags.
+    tools, scalar_head: see `Setup`. If the folder has weights, they are checked too. Raises InputError, naming the
+    files, rows and flags.
     """
     model_config = read_config(model_folder, scalar_head=None if scalar_head else False)
     model_config = dataclasses.replace(model_config, scalar_head=scalar_head, adapters=config.adapters)

@@ -82,7 +82,10 @@ def _config_text(raw: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _pass_gate(text: str, read: Callable[[Mapping[str, Any]], ModelConfig] | None = None) -> Any:
-    """Return the result of `gate.measure`, or with `read` of `gate.check_native`. Raises InputError, naming the type."""
+    """Return the result of `gate.measure`, or with `read` of `gate.check_native`.
+
+    Raises InputError, naming the type.
+    """
     raw = json.loads(text)
     try:
         config = transformers_config(raw)
