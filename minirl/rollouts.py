@@ -35,14 +35,14 @@ TOKEN = np.dtype(
 Stream = NDArray[np.void]  # dtype TOKEN
 
 
-def unsampled_stream(ids: Sequence[int]) -> Stream:
+def make_token_stream(ids: Sequence[int]) -> Stream:
     """Return a stream TOKEN [n] of unsampled ids: a prompt, or tokens appended between two turns."""
     stream = np.zeros(len(ids), TOKEN)
     stream["id"] = array("q", ids)  # ten times as fast as numpy for a long tuple
     return stream
 
 
-NO_TOKENS = unsampled_stream(())
+NO_TOKENS = make_token_stream(())
 
 
 def join_streams(*streams: Stream) -> Stream:

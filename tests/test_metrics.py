@@ -24,11 +24,11 @@ from minirl.report.metrics import (
     add_generation,
     add_rewards,
     add_rollouts,
-    add_skipped,
+    add_skipped_tokens,
     add_tokens,
     derived,
 )
-from minirl.rollouts import EpisodeRecord, RolloutId, TurnRecord, join_streams, unsampled_stream
+from minirl.rollouts import EpisodeRecord, RolloutId, TurnRecord, join_streams, make_token_stream
 from minirl.training.batch import Batch, independent_sequences
 from support.processes import file_limit
 from support.rollouts import in_two_branches, rollout_of, sampled
@@ -66,7 +66,7 @@ def test_a_maximum_propagates_nan_and_a_metric_without_values_is_missing(reduce_
 
 
 def make_rollout(num_prompt_tokens, num_sampled, finish_reason="stop"):
-    completion = join_streams(sampled(range(num_sampled), versions=8), unsampled_stream([7]))
+    completion = join_streams(sampled(range(num_sampled), versions=8), make_token_stream([7]))
     return rollout_of(RolloutId(4, 1), range(num_prompt_tokens), completion, finish_reason)
 
 
@@ -87,7 +87,7 @@ def test_metrics_of_two_ranks_equal_numbers_computed_by_hand(reduce_over_ranks, 
     for metrics, of_rank in zip(ranks, (rollouts, []), strict=True):
         add_rollouts(metrics, of_rank, grouped_rewards=correct)
         add_rewards(metrics, ["correct", "short"], torch.stack([correct, short], dim=2))
-        add_skipped(metrics, sequences, [sequences[0], sequences[3]])
+        add_skipped_tokens(metrics, sequences, [sequences[0], sequences[3]])
     # 8 requests decode for 5 steps, then 2 of them for 5 more.
     counts = {"decode_tokens": 50, "discarded_tokens": 3, "decode_steps": 10, "peak_running": 8}
     add_generation(ranks[0], EngineStats(**counts, preemptions=2, evictions=3))

@@ -15,7 +15,7 @@ from minirl.rewards.functions import StepReward, overlong_penalty, rewards_and_w
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.reward_queue import RewardQueue
 from minirl.rewards.reward_workers import WorkerReward
-from minirl.rollouts import EpisodeRecord, RolloutId, TurnRecord, unsampled_stream
+from minirl.rollouts import EpisodeRecord, RolloutId, TurnRecord, make_token_stream
 from support.collecting import letter_tokenizer
 from support.jobs import LIMIT_S, wait_for
 from support.rollouts import rewards_of_call, rollout_of
@@ -147,7 +147,7 @@ def test_overlong_penalty_matches_dapo():
     The limit applies to each branch, and the penalties of several branches add up.
     """
     lengths = (0, 12, 13, 16, 20, 100)
-    rollouts = [rollout_of(RolloutId(0, 0), [1], unsampled_stream([7] * n), "") for n in lengths]
+    rollouts = [rollout_of(RolloutId(0, 0), [1], make_token_stream([7] * n), "") for n in lengths]
     rollouts.append(replace(rollouts[2], branches=rollouts[3].branches + rollouts[2].branches))
     assert overlong_penalty(limit=20, buffer=8)(rollouts) == [0, 0, -0.125, -0.5, -1, -1, -0.625]
 
@@ -207,7 +207,7 @@ def made_groups(*groups):
     for ordinal, texts in enumerate(groups):
         made.append([])
         for sample, text in enumerate(texts):
-            completion = unsampled_stream(ids(f"{text}<eos>"))
+            completion = make_token_stream(ids(f"{text}<eos>"))
             made[-1].append(rollout_of(RolloutId(ordinal, sample), [5], completion, "stop"))
     return prompts, made
 

@@ -12,7 +12,7 @@ from minirl.generation.block_pool import ceil_div
 from minirl.generation.engine import Engine, Request
 from minirl.model.portable_attention import BLOCK
 from minirl.model.transformer import is_batch_invariant
-from minirl.rollouts import NO_TOKENS, RolloutId, Stream, unsampled_stream
+from minirl.rollouts import NO_TOKENS, RolloutId, Stream, make_token_stream
 from support.collecting import letter_tokenizer
 from support.engines import (
     CPU,
@@ -115,7 +115,7 @@ def expected_ends(attention: str, episodes: list[Episode]) -> Ends:
         first = episode.first
         completion = NO_TOKENS
         for reply, test in [([], None), *episode.replies]:
-            completion = np.concatenate([completion, unsampled_stream(reply)])
+            completion = np.concatenate([completion, make_token_stream(reply)])
             before = (*first.prompt_ids, *completion["id"].tolist())
             num_tokens = TURN_TOKENS if len(completion) else first.max_new_tokens
             turn = replace(

@@ -15,7 +15,7 @@ from minirl.episodes.episode import one_turn
 from minirl.errors import refuse
 from minirl.ranks.process_group import rank, world_size
 from minirl.report.metrics import StepMetrics
-from minirl.rollouts import RolloutId, SampledSequence, join_streams, unsampled_stream
+from minirl.rollouts import RolloutId, SampledSequence, join_streams, make_token_stream
 from minirl.run.checks import check_shared
 from minirl.run.config import RunConfig, Schedule
 from minirl.run.flags import run_script
@@ -48,9 +48,9 @@ def make_sequence(prompts: PromptStream, ordinal: int, field: str) -> SampledSeq
         length > prompts.max_tokens,
         f"{row.origin}: {length} tokens with the answer, {prompts.max_tokens} fit",
     )
-    completion = unsampled_stream(ids)
+    completion = make_token_stream(ids)
     completion["is_sampled"] = True
-    stream = join_streams(unsampled_stream(prompt_ids), completion)
+    stream = join_streams(make_token_stream(prompt_ids), completion)
     return SampledSequence(stream, len(prompt_ids), RolloutId(ordinal, 0), "stop")
 
 

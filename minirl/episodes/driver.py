@@ -33,7 +33,7 @@ from minirl.rollouts import (
     Stream,
     TurnRecord,
     join_streams,
-    unsampled_stream,
+    make_token_stream,
 )
 
 NO_BUDGET = sys.maxsize
@@ -144,7 +144,7 @@ class Driver:
             tokens=branch.engine_tokens,
         )
         previous_tokens = branch.engine_tokens.sequence.after_prompt if branch.turns else NO_TOKENS
-        self.tokens = join_streams(previous_tokens, unsampled_stream(appended))
+        self.tokens = join_streams(previous_tokens, make_token_stream(appended))
         self._request = replace(
             branch.request,
             max_new_tokens=start + min(remaining_tokens, turn_request.max_tokens or remaining_tokens),

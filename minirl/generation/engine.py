@@ -32,7 +32,7 @@ from minirl.generation.kv_cache import KVCache
 from minirl.generation.request_table import PrefixGroup, RequestTable
 from minirl.generation.sampling import sample
 from minirl.model import padding
-from minirl.model.attention import PAGED_BLOCK, Layout, PackedLayout, concatenated_ranges, upload
+from minirl.model.attention import PAGED_BLOCK, Layout, PackedLayout, concatenated_ranges, to_device
 from minirl.model.shards import PassState
 from minirl.model.transformer import Transformer
 from minirl.ranks.time_account import spent_on
@@ -221,9 +221,9 @@ class Engine:
         self._table.stats = EngineStats()
         return stats
 
-    def _upload(self, *arrays: NDArray[Any]) -> list[Tensor]:
+    def _to_device(self, *arrays: NDArray[Any]) -> list[Tensor]:
         """Copy host arrays to the device without waiting for it."""
-        return [upload(array, self.device) for array in arrays]
+        return [to_device(array, self.device) for array in arrays]
 
     def _forward(self, tokens: Tensor, layout: Layout, *, is_done: bool = False) -> Tensor:
         """Return the hidden states [T, D] of tokens. Collective among ranks that share the model's layers (`shards`).
@@ -268,7 +268,7 @@ class Engine:
             prefix_rows = [group.row for group in new_groups if group.row is not None]
             layout = self._cache.prefill_layout(prefix_rows)
             ids = np.concatenate([group.prefix for group in new_groups])
-            hidden = self._forward(upload(ids, self.device), layout)
+            hidden = self._forward(to_device(ids, self.device), layout)
             self.stats.prefill_tokens += len(ids)
             # Copy the last states: a view would keep the hidden states of the whole prefill.
             last_states = hidden[layout.cu_seqlens[1:].long() - 1]
@@ -304,21 +304,21 @@ class Engine:
         positions = concatenated_ranges(ends - counts, counts)
         token_rows = rows.repeat(counts)
         inputs = cache.begin_step(token_rows, positions)
-        tokens, *uploaded = self._upload(np.concatenate(list(chunks.values())), *inputs)
+        tokens, *uploaded = self._to_device(np.concatenate(list(chunks.values())), *inputs)
         layout = cache.decode_layout(*uploaded, tokens_per_sequence=tuple(counts.tolist()))
         hidden = self._forward(tokens, layout)
         self.stats.prefill_tokens += len(token_rows)
         is_ready = ends == table.columns["length"][rows]
         table.appended.extendleft(reversed(rows[~is_ready].tolist()))
         if is_ready.any():
-            last = upload(counts.cumsum()[is_ready] - 1, self.device)
+            last = to_device(counts.cumsum()[is_ready] - 1, self.device)
             self._start_requests(rows[is_ready], hidden[last])
 
     def _start_requests(self, rows: IntArray, states: Tensor) -> None:
         """Start the requests in these rows [n]: sample each one's next token from its hidden state [D]."""
         table = self._table
         lengths = self._cache.blocks.lengths
-        device_rows, positions, *sampling_params = self._upload(
+        device_rows, positions, *sampling_params = self._to_device(
             rows, lengths[rows], *table.columns.sampling_params(rows)
         )
         sampled = sample(states, self.model.head, positions, sampling_params)
@@ -343,7 +343,7 @@ class Engine:
             padded = np.pad(rows, (0, num_missing), constant_values=self._padding_row)
             self.stats.padding_tokens += num_missing
         inputs = cache.begin_step(padded, cache.blocks.lengths[padded] - 1)
-        positions, blocks, device_rows, *sampling_inputs = self._upload(
+        positions, blocks, device_rows, *sampling_inputs = self._to_device(
             *inputs, *self._table.columns.sampling_params(padded)
         )
         tokens = self._newest_tokens[device_rows]

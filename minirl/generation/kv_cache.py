@@ -29,7 +29,7 @@ from minirl.model.attention import (
     SlotMapping,
     concatenated_ranges,
     decode_kernel_for,
-    upload,
+    to_device,
 )
 from minirl.model.config import ModelConfig
 from minirl.model.portable_attention import BLOCK, DecodeIndex, index_decode, mask_keys, min_queries
@@ -92,7 +92,7 @@ class KVCache:
         forks = [self.blocks.fork(parent) for _ in range(num_forks)]
         last_block, *forked_blocks = (self.blocks.sequence_blocks(row)[-1] for row in (parent, *forks))
         if forked_blocks and forked_blocks[0] != last_block:
-            index = upload(np.array(forked_blocks), self.device)
+            index = to_device(np.array(forked_blocks), self.device)
             for pool in (self.pool.keys, self.pool.values):
                 pool[:, index] = pool[:, last_block : last_block + 1].clone()
         if forks and self.has_states:
@@ -106,7 +106,7 @@ class KVCache:
         blocks = self.blocks.blocks_at(np.repeat(rows, lengths), positions)
         offsets = positions % self.block_size
         slot_mapping = SlotMapping(
-            self.pool, *(upload(x, self.device) for x in (np.array(rows), blocks, offsets))
+            self.pool, *(to_device(x, self.device) for x in (np.array(rows), blocks, offsets))
         )
         sequences = tuple(map(attention.Sequence, lengths.tolist()))
         return PackedLayout(sequences, self.device, slot_mapping)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minirl.generation.block_pool import IntArray, grow_array
-from minirl.rollouts import TOKEN, Request, SampledSequence, StopTest, Stream, join_streams, unsampled_stream
+from minirl.rollouts import TOKEN, Request, SampledSequence, StopTest, Stream, join_streams, make_token_stream
 
 # Lengths include the prompt. `length`: number of tokens that the host has read; asynchronous decoding may have launched
 # one more. `max_length`: limit of the current turn. The other columns are sampling parameters.
@@ -103,7 +103,7 @@ class RequestColumns:
         request = self.requests[row]
         num_prompt_tokens = len(request.prompt_ids)
         return SampledSequence(
-            stream=join_streams(unsampled_stream(request.prompt_ids), self.tokens(row, num_prompt_tokens)),
+            stream=join_streams(make_token_stream(request.prompt_ids), self.tokens(row, num_prompt_tokens)),
             num_prompt_tokens=num_prompt_tokens,
             rollout_id=request.rollout_id,
             finish_reason=finish_reason,

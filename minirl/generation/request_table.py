@@ -43,7 +43,7 @@ from minirl.rollouts import (
     SampledSequence,
     Stream,
     join_streams,
-    unsampled_stream,
+    make_token_stream,
 )
 
 NO_LIMIT = 1 << 62
@@ -62,7 +62,7 @@ class PrefixGroup:
         self.requests = deque(requests)
         first_request = requests[0]
         self.prefix: IntArray = join_streams(
-            unsampled_stream(first_request.prompt_ids), first_request.sampled
+            make_token_stream(first_request.prompt_ids), first_request.sampled
         )["id"]
         self.row: int | None = None
         self.hidden: Tensor | None = None

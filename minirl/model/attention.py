@@ -65,7 +65,7 @@ def decode_kernel_for(device: torch.device) -> str:
     return "paged" if device.type == "cuda" else "portable"
 
 
-def upload(x: Tensor | np.ndarray, device: torch.device) -> Tensor:
+def to_device(x: Tensor | np.ndarray, device: torch.device) -> Tensor:
     """Copy a host tensor or array to `device`; pin it first for CUDA, so that the host does not wait."""
     host = torch.as_tensor(x)
     if device.type == "cuda":
@@ -201,7 +201,7 @@ class PackedLayout(_Memo):
         return self._cumulative_lengths(self.num_computed)
 
     @functools.cached_property
-    def hidden_rows(self) -> list[np.ndarray]:
+    def hidden_state_rows(self) -> list[np.ndarray]:
         """Indices of each sequence's tokens in the model's hidden states; int64 [length] each, on the host."""
         rows: list[np.ndarray] = []
         num_hidden = 0
@@ -217,21 +217,21 @@ class PackedLayout(_Memo):
     @functools.cached_property
     def hidden_index(self) -> Tensor:
         """Index of each stream token in the model's hidden states, int64 [T]."""
-        return upload(np.concatenate([np.arange(0), *self.hidden_rows]), self.device)
+        return to_device(np.concatenate([np.arange(0), *self.hidden_state_rows]), self.device)
 
     @functools.cached_property
     def computed_tokens(self) -> Tensor:
         """Stream indices of the computed tokens, int64 [T']."""
         first_tokens = self.lengths.cumsum() - self.num_computed
-        return upload(concatenated_ranges(first_tokens, self.num_computed), self.device)
+        return to_device(concatenated_ranges(first_tokens, self.num_computed), self.device)
 
     @functools.cached_property
     def positions(self) -> Tensor:
         """Position of each computed token in its sequence, int64 [T']."""
-        return upload(concatenated_ranges(self.num_shared, self.num_computed), self.device)
+        return to_device(concatenated_ranges(self.num_shared, self.num_computed), self.device)
 
     def _cumulative_lengths(self, lengths: np.ndarray) -> Tensor:
-        return upload(np.append(0, lengths.cumsum()).astype(np.int32), self.device)
+        return to_device(np.append(0, lengths.cumsum()).astype(np.int32), self.device)
 
 
 @dataclass(frozen=True)

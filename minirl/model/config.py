@@ -102,7 +102,7 @@ class ModelConfig:
     # The name prefix of the decoder's tensors in a folder, and regular expressions for tensors that are not part of the
     # model but are saved with it.
     weight_prefix: str = "model."
-    passthrough_weights: tuple[str, ...] = ()
+    passthrough_weight_patterns: tuple[str, ...] = ()
     # A value or reward model, which outputs one number per hidden state instead of logits.
     scalar_head: bool = False
     # An `extras.hf_models.types.HFModel` if the model is built from transformers modules.

@@ -58,7 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_adds_one": True,
         "qk_norm": True,
         "scales_embeddings": True,
-        "passthrough_weights": (r"^vision_tower\.", r"^multi_modal_projector\."),
+        "passthrough_weight_patterns": (r"^vision_tower\.", r"^multi_modal_projector\."),
     },
     "olmo2": _OLMO_FEATURES,
     "olmo3": _OLMO_FEATURES,
@@ -66,7 +66,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_adds_one": True,
         "qk_norm": True,
         "attention_gate": True,
-        "passthrough_weights": (r"^model\.visual\.", r"^mtp\."),
+        "passthrough_weight_patterns": (r"^model\.visual\.", r"^mtp\."),
     },
     "smollm3": {},
 }

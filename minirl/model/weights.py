@@ -153,11 +153,11 @@ def _checkpoint_name(name: str, prefix: str) -> str:
 
 
 def passthrough_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
-    """Return the folder's tensors that are not part of the model but are saved with it (`config.passthrough_weights`).
+    """Return the folder's tensors outside the model that are saved with it (`config.passthrough_weight_patterns`).
 
     Models with a scalar head or adapters save none.
     """
-    if config.scalar_head or config.adapters or not config.passthrough_weights:
+    if config.scalar_head or config.adapters or not config.passthrough_weight_patterns:
         return {}
     files = _tensor_files(folder)
     return {name: read_tensor(files[name], name) for name in files if _is_passthrough(config, name)}
@@ -165,7 +165,7 @@ def passthrough_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
 
 def _is_passthrough(config: ModelConfig, name: str) -> bool:
     """Return whether a folder's tensor of this name is saved with the model but not part of it."""
-    return any(re.search(pattern, name) for pattern in config.passthrough_weights)
+    return any(re.search(pattern, name) for pattern in config.passthrough_weight_patterns)
 
 
 def check_shape(shape: Sequence[int], param: Tensor, label: str) -> None:

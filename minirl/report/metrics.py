@@ -146,7 +146,7 @@ def add_generation(metrics: StepMetrics, stats: EngineStats) -> None:
         metrics.add_total("count/dropped", stats.evictions)
 
 
-def add_skipped(
+def add_skipped_tokens(
     metrics: StepMetrics, sequences: Iterable[SequenceInfo], skipped: Collection[SequenceInfo]
 ) -> None:
     """Add the fraction of the step's completion tokens that the update skips.

@@ -28,7 +28,7 @@ from minirl.report.metrics import (
     add_generation,
     add_rewards,
     add_rollouts,
-    add_skipped,
+    add_skipped_tokens,
     derived,
 )
 from minirl.report.progress_bar import show_progress
@@ -144,7 +144,7 @@ class Run:
             skipped = [sequence for sequence in sequences if is_skipped_rollout[sequence.rollout_index]]
             if skipped:
                 skipped.remove(random.Random(self.progress.step).choice(skipped))
-            add_skipped(metrics, sequences, skipped)
+            add_skipped_tokens(metrics, sequences, skipped)
         trained = sorted({*sequences}.difference(skipped))
         num_minibatches = self._config.minibatches_per_epoch
         minibatch = minibatch_index(len(groups.infos), num_minibatches).tolist()

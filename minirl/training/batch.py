@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minirl.model import attention
-from minirl.model.attention import PackedLayout, concatenated_ranges, upload
+from minirl.model.attention import PackedLayout, concatenated_ranges, to_device
 from minirl.ranks.process_group import all_reduce_sum, gather_objects, rank, world_size
 from minirl.ranks.time_account import spent_on
 from minirl.rollouts import Rollout, RolloutId, SampledSequence, all_branches, join_streams
@@ -132,7 +132,7 @@ class Batch:
     @property
     def last_index(self) -> Tensor:
         """The stream index of each sequence's last token, int64 [N]."""
-        return upload(torch.tensor(self.lengths, dtype=torch.int64).cumsum(0) - 1, self.tokens.device)
+        return to_device(torch.tensor(self.lengths, dtype=torch.int64).cumsum(0) - 1, self.tokens.device)
 
     @property
     def policy_logprobs(self) -> Tensor:
@@ -169,7 +169,7 @@ class Batch:
             [start_of[sequence.id] for sequence in sequences],
             [sequence.num_tokens for sequence in sequences],
         )
-        return upload(stream_indices, self.tokens.device)
+        return to_device(stream_indices, self.tokens.device)
 
     def select(self, sequences: Sequence[SequenceInfo]) -> Self:
         """Return a batch of these sequences in this order, looked up by id."""

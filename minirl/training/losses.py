@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minirl.model.attention import upload
+from minirl.model.attention import to_device
 
 # As in verl and OpenRLHF. The exp of a long completion's summed log ratios would overflow, and inf * 0 is NaN.
 MAX_LOG_RATIO = 20.0
@@ -25,7 +25,7 @@ def sequence_sums(values: Tensor, lengths: Sequence[int]) -> Tensor:
 
 def repeat_over_tokens(values: Tensor, lengths: Sequence[int]) -> Tensor:
     """Repeat each sequence's value [N] for all its tokens [T]."""
-    repeats = upload(torch.tensor(lengths, dtype=torch.int64), values.device)
+    repeats = to_device(torch.tensor(lengths, dtype=torch.int64), values.device)
     # Without output_size the host would wait for CUDA.
     return values.repeat_interleave(repeats, output_size=sum(lengths))
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minirl.errors import refuse
-from minirl.model.attention import upload
+from minirl.model.attention import to_device
 from minirl.model.batch_invariance import at_least_fp32, mm_fp32_out
 from minirl.model.logprobs import (
     VOCAB_CHUNK,
@@ -105,7 +105,7 @@ def _hidden_states_at(model: Transformer, batch: Batch, token_index: Tensor) -> 
 def batch_logit_divisor(batch: Batch) -> Tensor:
     """Return the `logit_divisor` of the sampled tokens' temperatures, [M, 1]."""
     temperatures = torch.tensor([sequence.temperature for sequence in batch.sequences])
-    temperatures = upload(temperatures, batch.tokens.device)
+    temperatures = to_device(temperatures, batch.tokens.device)
     return logit_divisor(repeat_over_tokens(temperatures, batch.lengths)[batch.loss_index])
 
 

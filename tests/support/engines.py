@@ -16,7 +16,7 @@ from minirl.model.attention import PackedLayout
 from minirl.model.config import Adapters
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer
-from minirl.rollouts import RolloutId, SampledSequence, unsampled_stream
+from minirl.rollouts import RolloutId, SampledSequence, make_token_stream
 from minirl.training.batch import Batch, pack
 from minirl.training.scoring import score_batch
 from support.models import RAW_CONFIG
@@ -115,7 +115,7 @@ def next_turn(
     request: Request, rollout: SampledSequence, reply: Sequence[int], num_tokens: int, **changes
 ) -> Request:
     """Return the request for another turn of up to `num_tokens` after a reply."""
-    sampled = np.concatenate([rollout.after_prompt, unsampled_stream(reply)])
+    sampled = np.concatenate([rollout.after_prompt, make_token_stream(reply)])
     start = len(sampled)
     return replace(request, sampled=sampled, turn_start=start, max_new_tokens=start + num_tokens, **changes)
 

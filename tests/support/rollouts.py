@@ -4,12 +4,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from minirl.rewards.functions import FunctionReward, PromptGroup, Reward
-from minirl.rollouts import Rollout, RolloutId, SampledSequence, join_streams, unsampled_stream
+from minirl.rollouts import Rollout, RolloutId, SampledSequence, join_streams, make_token_stream
 
 
 def rewards_of_call(function, row, completions):
     """Return a function's rewards for completions of one row, in one call."""
-    rollouts = [rollout_of(RolloutId(0, 0), [5], unsampled_stream([7]), "stop")] * len(completions)
+    rollouts = [rollout_of(RolloutId(0, 0), [5], make_token_stream([7]), "stop")] * len(completions)
     texts = iter(completions)
     tokenizer = SimpleNamespace(decode=lambda ids: next(texts))
     reward = function if isinstance(function, Reward) else FunctionReward(function)
@@ -18,14 +18,14 @@ def rewards_of_call(function, row, completions):
 
 def sampled(ids, *, logprobs=0.0, versions=0):
     """Return these ids as a stream of sampled tokens."""
-    stream = unsampled_stream(ids)
+    stream = make_token_stream(ids)
     stream["is_sampled"], stream["logprob"], stream["weight_version"] = True, logprobs, versions
     return stream
 
 
 def rollout_of(rollout_id, prompt_ids, completion, finish_reason):
     """Return a rollout with this prompt and completion."""
-    stream = join_streams(unsampled_stream(prompt_ids), completion)
+    stream = join_streams(make_token_stream(prompt_ids), completion)
     return Rollout((SampledSequence(stream, len(prompt_ids), rollout_id, finish_reason),), finish_reason)
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from minirl.extras.delta_net import rule as delta_rule
 from minirl.extras.delta_net.rule import DeltaRows
 from minirl.model import padding
-from minirl.model.attention import DecodeLayout, Layout, PackedLayout, upload
+from minirl.model.attention import DecodeLayout, Layout, PackedLayout, to_device
 from minirl.model.batch_invariance import activate, at_least_fp32
 from minirl.model.config import ModelConfig
 from minirl.model.layers import Linear
@@ -182,4 +182,4 @@ def split_rounds(layout: DecodeLayout) -> Sequence[Tensor | slice]:
     device = layout.positions.device
     tokens = torch.arange(len(layout.positions)).split(layout.tokens_per_sequence)
     rounds = pack_sequence(tokens, enforce_sorted=False)
-    return upload(rounds.data, device).split(rounds.batch_sizes.tolist())
+    return to_device(rounds.data, device).split(rounds.batch_sizes.tolist())

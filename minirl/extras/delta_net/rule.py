@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from minirl.extras.delta_net.states import DELTA_CHUNK, DeltaStates, StateCache, next_state
-from minirl.model.attention import PackedLayout, Sequence, upload
+from minirl.model.attention import PackedLayout, Sequence, to_device
 from minirl.model.batch_invariance import activate, at_least_fp32, measured
 from minirl.model.config import DeltaNet
 
@@ -66,7 +66,7 @@ def index_chunks(layout: PackedLayout) -> ChunkIndex:
         round 2   chunk 4: 64 to 69, padding
     """
     num_rows = int(layout.num_computed.sum())
-    sequences = [torch.from_numpy(rows) for rows in layout.hidden_rows if len(rows)]
+    sequences = [torch.from_numpy(rows) for rows in layout.hidden_state_rows if len(rows)]
     if not sequences:
         sequences = [torch.tensor([num_rows])]  # padding, so that every parameter gets a gradient
     chunks = []  # [n, DELTA_CHUNK] per sequence
@@ -80,9 +80,9 @@ def index_chunks(layout: PackedLayout) -> ChunkIndex:
     _, first_index = np.unique(all_rows, return_index=True)
     output_index = torch.from_numpy(first_index[:num_rows])
     return ChunkIndex(
-        rows=upload(all_rows, layout.device),
+        rows=to_device(all_rows, layout.device),
         round_sizes=tuple(rounds.batch_sizes.tolist()),
-        output_index=upload(output_index, layout.device),
+        output_index=to_device(output_index, layout.device),
     )
 
 

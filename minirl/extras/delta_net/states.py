@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minirl.model.attention import upload
+from minirl.model.attention import to_device
 from minirl.model.batch_invariance import at_least_fp32
 from minirl.model.config import DeltaNet
 
@@ -71,7 +71,7 @@ class StateCache:
 
     def fork(self, parent: int, rows: Sequence[int]) -> None:
         """Copy the states of one row to other rows."""
-        forks = upload(torch.tensor(rows), self._device)
+        forks = to_device(torch.tensor(rows), self._device)
         for states in self._states.values():
             for pool in states:
                 pool[forks] = pool[parent].clone()
@@ -84,7 +84,7 @@ class StateCache:
         begins_chunk = (positions > 0) & (positions % DELTA_CHUNK == 0)
         if not begins_chunk.any():
             return
-        slots = upload(torch.as_tensor(rows[begins_chunk]), self._device)
+        slots = to_device(torch.as_tensor(rows[begins_chunk]), self._device)
         for states in self._states.values():
             state, keys, updates, decays = (pool[slots] for pool in states[1:])
             cum_decay = decays.cumsum(-1)

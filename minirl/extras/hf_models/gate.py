@@ -199,7 +199,7 @@ def measure(config: Any) -> tuple[ModelConfig, bool]:
     real = dataclasses.replace(
         model_config(config, is_tied=is_tied),
         layer_windows=tuple(real_windows[window] for window in windows),
-        passthrough_weights=tuple(oracle._keys_to_ignore_on_load_unexpected or ()),
+        passthrough_weight_patterns=tuple(oracle._keys_to_ignore_on_load_unexpected or ()),
     )
     return real, _compare(model, oracle)
 
