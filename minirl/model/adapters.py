@@ -1,6 +1,6 @@
 """LoRA adapters (Hu et al. 2021, arXiv 2106.09685) in PEFT's format.
 
-An adapter folder contains adapter_config.json, which names the base model's folder or hub id, and
+An adapter folder contains adapter_config.json, which names the base model's folder or Hub id, and
 adapter_model.safetensors, next to the base's config.json and tokenizer. `weights.load_weights` loads such a folder as
 the base with the adapters merged.
 """
@@ -24,7 +24,7 @@ from minirl.model.folders import ADAPTERS_FILE
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# Prefixes of the decoder in transformers' vision models; older versions use the second one.
+# Prefixes of the decoder's tensors in transformers' vision models; older versions use the second one.
 _VISION_MODEL_PREFIX = r"^(model\.language_model|language_model\.model)\."
 # PEFT treats modules with these names as stacked experts, even in a shared expert.
 _EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -34,8 +34,8 @@ _HARMLESS_KEYS = frozenset(
     "target_modules target_parameters exclude_modules layers_to_transform layers_pattern megatron_core eva_config "
     "runtime_config qalora_group_size ensure_weight_tying".split()
 )
-# Supported values, besides those that disable an option. With them, `layers.Linear` matches PEFT. With other values of
-# `init_lora_weights`, PEFT changes the base weights at initialization.
+# Supported values, in addition to those that disable an option. With them, `layers.Linear` matches PEFT. With other
+# values of `init_lora_weights`, PEFT changes the base weights at initialization.
 _SUPPORTED_VALUES = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -48,7 +48,7 @@ _SUPPORTED_VALUES = {
 def initial_values(name: str, shape: torch.Size) -> Tensor:
     """Return initial values for a parameter that no file stores: zeros, so that it has no effect at first.
 
-    lora_A is uniform, as in PEFT, and seeded by its name.
+    lora_A is drawn uniformly, as in PEFT, with a seed derived from its name.
     """
     values = torch.zeros(shape)
     if name.endswith("lora_A"):
@@ -59,10 +59,10 @@ def initial_values(name: str, shape: torch.Size) -> Tensor:
 
 @dataclass
 class SavedAdapters:
-    """The adapters of one folder, or no tensors if the folder has none.
+    """One folder's adapters, without tensors if the folder has none.
 
-    tensors: keyed by parameter, such as model.layers.0.mlp.up_proj.lora_A. A module that PEFT saved in full, such as a
-        scalar head, keeps its own name. `merge` removes the tensors of the layer that it merges.
+    tensors: adapter tensors, keyed by parameter name, e.g. model.layers.0.mlp.up_proj.lora_A. A module that PEFT saved
+        in full, such as a scalar head, keeps its own name. `merge` removes the tensors of the layer that it merges.
     """
 
     path: Path
@@ -73,8 +73,8 @@ class SavedAdapters:
     def merge(self, layer: str, base: Any, label: str) -> Any:
         """Return a layer's stored weight with its adapter merged in fp32, or `base` if the layer has no adapter.
 
-        base: a slice, or a tensor of stacked experts, which gets no adapter. Raises InputError, starting with `label`,
-        if the shapes do not match.
+        base: a safetensors slice, or a tensor of stacked experts, which gets no adapter. Raises InputError, prefixed
+        with `label`, if the shapes do not match.
         """
         if f"{layer}.lora_A" not in self.tensors or isinstance(base, Tensor):
             return base
@@ -92,7 +92,7 @@ class SavedAdapters:
 def read_adapters(folder: Path) -> SavedAdapters:
     """Read a folder's adapters.
 
-    Raises InputError, which names the file and key, for settings that would change the computation.
+    Raises InputError, naming the file and the key, for settings that would change the computation.
     """
     path = folder / ADAPTERS_FILE
     if not path.is_file():
@@ -119,10 +119,10 @@ def read_adapters(folder: Path) -> SavedAdapters:
 def peft_config(
     config: ModelConfig, raw: Mapping[str, Any], names: Collection[str], base: str
 ) -> dict[str, Any]:
-    """Return the content of adapter_config.json for a model's adapters.
+    """Return the contents of adapter_config.json for a model's adapters.
 
-    raw: the content of the model's config.json. names: names of the trained parameters. base: folder or hub id of the
-    base model.
+    raw: the contents of the model's config.json. names: the trained parameters' names. base: the base model's folder or
+    Hub id.
     """
     assert config.adapters is not None
     targets = dict.fromkeys(name.split(".")[-2] for name in names if is_adapter(name))
@@ -148,5 +148,5 @@ def peft_config(
 
 
 def peft_name(name: str) -> str:
-    """Return a trained parameter's name in PEFT's file."""
+    """Return the name under which PEFT stores a trained parameter."""
     return f"{_PREFIX}{name.removesuffix('.weight')}.weight"

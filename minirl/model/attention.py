@@ -13,7 +13,7 @@ w - 1 tokens before it. Only the portable kernel takes a mask: `portable_attenti
 packed streams, `generation.kv_cache` for decoding. The other kernels take lengths and a window. `padding` handles
 padding.
 
-Shapes: H query heads, K key/value heads, C channels per head; T' computed tokens; S cache blocks.
+Shapes: H query heads, K key/value (KV) heads, C channels per head; T' computed tokens; S cache blocks.
 """
 
 import functools
@@ -32,7 +32,7 @@ from minirl.ranks.process_group import print0
 
 Derived = TypeVar("Derived")
 
-# Tokens per cache block of `paged_attention`. The CPU uses `portable_attention.BLOCK`.
+# Tokens per cache block for `paged_attention`. The CPU uses `portable_attention.BLOCK`.
 PAGED_BLOCK = 128
 
 
@@ -47,8 +47,8 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
 def has_flash_attn() -> bool:
     """Return whether flash-attn's kernel can be imported. Not collective.
 
-    If the package is installed but fails to import, rank 0 prints the reason once: it was built for another torch
-    version, or a local folder shadows it.
+    If the package is installed but fails to import, rank 0 prints the reason once, e.g. that it was built for another
+    torch version or that a local folder shadows it.
     """
     try:
         from flash_attn import flash_attn_varlen_func  # noqa: F401
@@ -66,7 +66,7 @@ def decode_kernel_for(device: torch.device) -> str:
 
 
 def to_device(x: Tensor | np.ndarray, device: torch.device) -> Tensor:
-    """Copy a host tensor or array to `device`; pin it first for CUDA, so that the host does not wait."""
+    """Copy a host tensor or array to `device`; pin it first for CUDA, so that the copy does not block the host."""
     host = torch.as_tensor(x)
     if device.type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
@@ -79,7 +79,7 @@ def concatenated_ranges(starts: ArrayLike, lengths: ArrayLike) -> np.ndarray:
     starts, lengths: integers [n], as arrays or lists; `starts` may be one integer for all ranges.
     """
     counts = np.asarray(lengths, np.int64)
-    # Each range is a piece of np.arange plus this shift.
+    # Each range is a slice of np.arange plus this shift.
     shifts = np.asarray(starts, np.int64) + counts - counts.cumsum()
     return np.arange(counts.sum()) + shifts.repeat(counts)
 
@@ -105,12 +105,12 @@ class PagedMetadata(NamedTuple):
     lengths: Tensor
 
 
-# `portable_attention`'s metadata: the index and mask for each window.
+# `portable_attention`'s metadata: an index and a mask for each window size.
 PortableMetadata = Mapping[int | None, tuple[portable_attention.DecodeIndex, Tensor]]
 
 
 class SlotMapping(NamedTuple):
-    """The cache slots of a layout's tokens.
+    """The cache slots for a layout's tokens.
 
     rows int64: cache rows, one per sequence in a `PackedLayout` and one per token in a `DecodeLayout`.
     block, offset int64 [n]: the slots that store the keys and values of n tokens.
@@ -124,7 +124,7 @@ class SlotMapping(NamedTuple):
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Write the tokens' k and v [T', K, C] into the pool."""
         keys, values = self.pool.layers[layer]
-        # Two index tensors separated by slices: the indexed dimension comes first, [n, K, C].
+        # With two index tensors separated by slices, the indexed dimension comes first: [n, K, C].
         keys[self.block, :, :, self.offset] = k
         values[self.block, :, self.offset] = v
 
@@ -145,9 +145,9 @@ class _Memo:
 
 
 class Sequence(NamedTuple):
-    """A sequence of a packed stream. It shares its first `num_shared` tokens with the sequence at index `parent`.
+    """A sequence in a packed stream. It shares its first `num_shared` tokens with the sequence at index `parent`.
 
-    The parent precedes it in the stream, and may have a parent, too. Without a parent, nothing is shared.
+    The parent comes earlier in the stream and may itself have a parent. Without a parent, nothing is shared.
     """
 
     length: int
@@ -168,7 +168,7 @@ class PackedLayout(_Memo):
         computed_tokens   0  1  2        5  6  7     stream index of each of the T' computed tokens
         positions         0  1  2        2  3  4     position of each computed token in its sequence
 
-    slot_mapping: where to store keys and values, if they are cached. Cached sequences share no tokens.
+    slot_mapping: the slots for keys and values, if they are cached. Cached sequences share no tokens.
     """
 
     sequences: tuple[Sequence, ...]
@@ -236,7 +236,7 @@ class PackedLayout(_Memo):
 
 @dataclass(frozen=True)
 class DecodeLayout(_Memo):
-    """The next tokens of cached sequences, with their positions int64 [B].
+    """The next tokens of cached sequences, and their positions int64 [B].
 
     tokens_per_sequence: number of consecutive tokens per sequence; None if each token belongs to a different sequence.
     """
@@ -277,7 +277,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, windo
 def _portable_index(
     layout: PackedLayout, window: int | None, num_kv_heads: int
 ) -> portable_attention.PackedIndex:
-    """Build the portable kernel's index for this window and number of key/value heads."""
+    """Build the portable kernel's index for this window and number of KV heads."""
     return portable_attention.index_packed(
         layout.lengths, layout.num_shared, layout.hidden_index, window=window, num_kv_heads=num_kv_heads
     )

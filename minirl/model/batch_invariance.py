@@ -1,14 +1,15 @@
 """Matrix products whose result for a row does not depend on the number of rows.
 
 Sampling and scoring process the same token in batches of different sizes. Their logprobs are bitwise equal only if
-every product gives a row the same bits in any batch. Matrix libraries choose their kernel by shape. So on the CPU
+every product gives a row the same bits in any batch, but matrix libraries choose their kernel by shape. So, on the CPU,
 each rank runs on one thread (`ranks.process_group.start`), every product has at least MIN_COLUMNS columns, and bf16
-is multiplied in fp32 if the CPU has no bf16 instructions (`matmul_dtype`). The rest is measured on the machine, once
-per shape and dtype: `matmul_form` returns the number of rows to which a product is padded, or the size of the tiles in
-which it is computed. `is_batch_invariant` and, for attention, `portable_attention.min_queries` tell whether that
-suffices. Norms and elementwise functions take any number of rows.
+operands are multiplied in fp32 if the CPU has no bf16 instructions (`matmul_dtype`). The rest is measured on the
+machine, once per shape and dtype: `matmul_form` returns the number of rows to which a product is padded, or the size of
+the tiles in which it is computed. `is_batch_invariant` and, for attention, `portable_attention.min_queries` tell
+whether that suffices. Norms and elementwise functions work with any number of rows.
 
-None of this applies on CUDA, where bits may differ. Instead, every step measures the gap between the logprobs.
+None of this applies on CUDA, where bits may differ. Instead, every step measures the gap between sampling and scoring
+logprobs.
 """
 
 import functools
@@ -35,17 +36,17 @@ class MatmulForm(NamedTuple):
     is_tiled: bool = False
 
 
-# The forms that `matmul_form` tries, fastest first. MKL and oneDNN use different kernels for few rows: seen on Intel at
-# 1 to 15 rows; on AMD at 1 to 3, and at up to 15 in bf16 products with few terms and columns.
+# The forms that `matmul_form` tries, fastest first. MKL and oneDNN use different kernels for few rows: on Intel, for 1
+# to 15 rows; on AMD, for 1 to 3, and for up to 15 in bf16 products with few terms and columns.
 FORMS = (MatmulForm(4), MatmulForm(8), MatmulForm(16), MatmulForm(64, is_tiled=True))
-# The form of products that are not batch-invariant.
+# The form for products that are not batch-invariant.
 INEXACT = MatmulForm(1)
 # With fewer columns, libraries use matrix-vector kernels, or kernels whose rounding depends on the column's position.
 MIN_COLUMNS = 64
-# Largest bf16 operand, in elements, for which MKL's fp32 product is fastest at few rows.
+# Largest bf16 operand, in elements, for which MKL's fp32 product is fastest with few rows.
 MAX_UPCAST_OPERAND = 1 << 15
 # Row counts that `matmul_form` tries: all small ones, those around kernel block sizes, and larger ones for small
-# shapes, whose kernels change with the number of multiplications. No form has fewer rows than the first.
+# shapes, whose kernels change with the number of multiplications. All forms pad to at least the first of these.
 PROBED_ROWS = (
     *range(FORMS[0].num_rows, 66),
     80,
@@ -62,11 +63,11 @@ PROBED_ROWS = (
     2049,
     4097,
 )
-# Limits on probing: multiplications in a product of more than 513 rows, and elements of a weight.
+# Limits on probing: the multiplications in a product of more than 513 rows, and the elements in a weight.
 MAX_PROBED_WORK = 1 << 25
 MAX_PROBED_WEIGHT = 1 << 22
 # Number of distinct rows in a probed product; neither a divisor nor a multiple of a kernel's block size. In bf16,
-# reordering a sum of fewer than 8 terms changes only one element in 5,000, so short sums take more rows.
+# reordering a sum of fewer than 8 terms changes only one element in 5,000, so short sums need more rows.
 PROBE_PERIOD = 11
 PROBE_PERIOD_SHORT_SUMS = 523
 # A vectorized function and its scalar tail differ in the last bit. Widths that are multiples of this have no tail.
@@ -78,7 +79,7 @@ _measurements: dict[Any, Any] = {}
 
 
 def measured(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Cache a function's measurements by its arguments and by the settings that determine torch's kernels."""
+    """Cache a function's measurements, keyed by its arguments and the settings that determine torch's kernels."""
 
     @functools.wraps(function)
     def cached(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -126,7 +127,7 @@ def bmm(x: Tensor, y: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Apply `F.linear` to x [T, in]; batch-invariant on the CPU."""
+    """Apply `F.linear` to x [T, in]; on the CPU, the result is batch-invariant."""
     if x.device.type != "cpu":
         return F.linear(x, weight, bias)
     out_features, in_features = weight.shape
@@ -219,7 +220,7 @@ def mm_fp32_out(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return contiguous logits [T, V] of hidden [T, D] and weight [V, D], accumulated in fp32 (fp64 for fp64)."""
+    """Return contiguous logits [T, V] for hidden [T, D] and weight [V, D], accumulated in fp32 (fp64 for fp64)."""
     if hidden.device.type != "cpu":
         return _head_matmul(hidden, weight)
     form = matmul_form(weight.shape[1], len(weight), matmul_dtype(hidden.dtype), is_head=True)
@@ -235,7 +236,7 @@ def _head_matmul(hidden: Tensor, weight: Tensor) -> Tensor:
 def matmul_form(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool = False) -> MatmulForm:
     """Return the fastest form in which each row of x [T, in] @ W [in, out] has the same bits at every T.
 
-    Return INEXACT if there is none, or if torch uses several threads, which guarantee nothing. is_head: whether to
+    Return INEXACT if there is none, or if torch uses several threads, which give no guarantee. is_head: whether to
     measure `head_logits` instead of `linear`.
     """
     if torch.get_num_threads() > 1:

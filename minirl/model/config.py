@@ -1,4 +1,4 @@
-"""A decoder's shape and features; the fields are named as in config.json."""
+"""A decoder's shape and features; the fields have the same names as in config.json."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ class Rope:
 
 
 class LayerNorms(NamedTuple):
-    """The names of a layer's norms, by position; None where the layer has no norm."""
+    """The name of a layer's norm at each position; None where it has none."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
@@ -30,7 +30,7 @@ PRE_NORMS = LayerNorms()
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """The shape of gated delta nets, and the layers that have one instead of attention."""
+    """The shape of the gated delta nets, and the layers that have one instead of attention."""
 
     layers: tuple[int, ...]
     num_key_heads: int
@@ -52,7 +52,7 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA settings: the linear layers of attention and MLP are frozen, and add alpha / rank (x A^T) B^T."""
+    """LoRA settings: each linear layer in attention and the MLP is frozen, and adds alpha / rank (x A^T) B^T."""
 
     rank: int
     alpha: float = 16.0
@@ -76,42 +76,43 @@ class ModelConfig:
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
-    # The rope of each layer.
+    # Each layer's rope.
     layer_ropes: tuple[Rope, ...]
-    # Window size of each layer in tokens, including the token itself. None: full attention.
+    # Each layer's window size in tokens, including the token itself; None for full attention.
     layer_windows: tuple[int | None, ...]
     tie_word_embeddings: bool
     # The defaults below describe a plain Llama. Qwen2 has q, k and v biases.
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    # Query and key norms (Qwen3, Gemma 3), per head, or over all heads with `qk_norm_over_heads` (OLMo).
+    # Whether queries and keys are normalized: per head (Qwen3, Gemma 3), or over all heads with `qk_norm_over_heads`
+    # (OLMo).
     qk_norm: bool = False
     qk_norm_over_heads: bool = False
     norms: LayerNorms = PRE_NORMS
-    # Norms multiply by 1 + weight (Gemma 3, Qwen3.5).
+    # Whether norms multiply by 1 + weight (Gemma 3, Qwen3.5).
     norm_adds_one: bool = False
-    # q_proj also outputs a gate; its sigmoid multiplies the output of attention (Qwen3.5).
+    # Whether q_proj also outputs a gate, whose sigmoid multiplies the attention output (Qwen3.5).
     attention_gate: bool = False
-    # Some layers have a gated delta net instead of attention (Qwen3.5).
+    # Set if some layers have a gated delta net instead of attention (Qwen3.5).
     delta_net: DeltaNet | None = None
     activation: str = "silu"
-    # Embeddings are multiplied by the square root of the hidden size (Gemma 3).
+    # Whether embeddings are multiplied by the square root of the hidden size (Gemma 3).
     scales_embeddings: bool = False
     query_multiplier: float = 1.0  # in addition to 1 / sqrt(head_dim) (Gemma 3)
-    # The name prefix of the decoder's tensors in a folder, and regular expressions for tensors that are not part of the
-    # model but are saved with it.
+    # The name prefix of the decoder's tensors in a checkpoint, and regular expressions for tensors that are not part of
+    # the model but are saved with it.
     weight_prefix: str = "model."
     passthrough_weight_patterns: tuple[str, ...] = ()
-    # A value or reward model, which outputs one number per hidden state instead of logits.
+    # Whether this is a value or reward model, which outputs one number per hidden state instead of logits.
     scalar_head: bool = False
     # An `extras.hf_models.types.HFModel` if the model is built from transformers modules.
     hf_backend: Any = None
-    # With adapters, only they and a scalar head are trained.
+    # If set, only the adapters and a scalar head are trained.
     adapters: Adapters | None = None
 
     @property
     def attention_windows(self) -> dict[int, int | None]:
-        """Window size of each attention layer, keyed by layer index."""
+        """Each attention layer's window size, keyed by layer index."""
         delta_layers = self.delta_net.layers if self.delta_net else ()
         return {layer: window for layer, window in enumerate(self.layer_windows) if layer not in delta_layers}

@@ -1,8 +1,8 @@
-"""Convert the config.json of each model family to a `ModelConfig`, through transformers' config class.
+"""Convert each model family's config.json to a `ModelConfig`, using transformers' config class.
 
 transformers defines what each key means. `read_config` builds a small model from this config.json and compares it with
-transformers' (`extras.hf_models.gate`). So a key that minirl ignores is rejected if it changes transformers' results.
-Without that extra, such a key is ignored.
+transformers' own (`extras.hf_models.gate`), so a key that minirl ignores is rejected if it changes transformers'
+results. Without that extra, such a key is ignored.
 
 docs/families.md lists the families; CONTRIBUTING.md explains how to add one.
 """
@@ -39,7 +39,7 @@ _GEMMA_NORMS = LayerNorms(
     after_mlp="post_feedforward_layernorm",
 )
 _OLMO_FEATURES = {"norms": _POST_NORMS, "qk_norm": True, "qk_norm_over_heads": True}
-# The fields of `DeltaNet`, with their keys in config.json.
+# The fields of `DeltaNet` and their keys in config.json.
 _DELTA_SIZES = {
     "num_key_heads": "linear_num_key_heads",
     "num_value_heads": "linear_num_value_heads",
@@ -47,7 +47,7 @@ _DELTA_SIZES = {
     "value_head_dim": "linear_value_head_dim",
     "kernel_size": "linear_conv_kernel_dim",
 }
-# The `ModelConfig` fields that are the same for all models of a family, as in transformers' classes.
+# The `ModelConfig` fields with the same value for all models in a family, as in transformers' classes.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
@@ -74,7 +74,7 @@ _VISION_MODELS = {
     "qwen3_5": VisionModel("qwen3_5_text", "model.language_model."),
     "gemma3": VisionModel("gemma3_text", "language_model.model."),
 }
-# Rejected unless null: the gate's small models do not show what these keys change.
+# Keys that are rejected unless null, because the gate's small models would not reveal their effect.
 _UNSUPPORTED_KEYS = {"attn_logit_softcapping", "auto_map", "final_logit_softcapping", "quantization_config"}
 # Supported suffixes of the class name in `architectures`. Other classes may use the same weights differently.
 _CLASSIFIER_SUFFIX = "ForSequenceClassification"
@@ -88,7 +88,7 @@ _SIZE_KEYS = (
     "num_attention_heads",
     "num_key_value_heads",
 )
-# The fields of `ModelConfig`, with their keys in config.json. A field keeps its default if its key is null or its
+# The fields of `ModelConfig` and their keys in config.json. A field keeps its default if its key is null or its
 # family lacks it. Only Gemma has `hidden_activation`.
 _FIELDS_AND_KEYS = (
     *(
@@ -101,8 +101,8 @@ _FIELDS_AND_KEYS = (
     ("activation", "hidden_act"),
     ("activation", "hidden_activation"),
 )
-# Upper limit of each size. No model reaches it, and int64 can count the bytes of such a tensor, so a comparison with
-# the weights finds a wrong size. fp32 represents every integer up to 2^24, and so every position.
+# Upper limit for each size. No model reaches it, and the bytes of a tensor within these limits fit in an int64, so a
+# comparison with the weights finds a wrong size. fp32 represents every integer up to 2^24, and hence every position.
 _MAX_SIZES = {
     **dict.fromkeys((*_SIZE_KEYS, "head_dim", *_DELTA_SIZES.values()), 2**20),
     "num_hidden_layers": 2**10,
@@ -114,7 +114,7 @@ def read_config(folder: Path, *, scalar_head: bool | None = None) -> ModelConfig
     """Read the model's shape and features from the folder's config.json.
 
     scalar_head: True rejects a language model, False a sequence classifier, None neither.
-    Raises InputError, which names the folder and the unsupported key.
+    Raises InputError, naming the folder and the unsupported key.
     """
     raw = read_json_object(model_file(folder, "config.json"))
     try:
@@ -135,9 +135,9 @@ def read_config(folder: Path, *, scalar_head: bool | None = None) -> ModelConfig
 
 
 def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
-    """Convert the content of config.json to a `ModelConfig`, without comparing minirl's modules to transformers'.
+    """Convert the contents of config.json to a `ModelConfig`, without comparing minirl's modules with transformers'.
 
-    Raises InputError, which names the unsupported key.
+    Raises InputError, naming the unsupported key.
     """
     if raw.get("model_type") == "mistral" and "layer_types" in raw:  # as in transformers' AutoConfig
         raw = {**raw, "model_type": "ministral"}
@@ -148,7 +148,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
         return dataclasses.replace(read_hf_config(raw), scalar_head=scalar_head)
     text_config = _text_config(raw)
     config = transformers_config(text_config)
-    # Ignore keys of other families; the gate detects those that have an effect in transformers.
+    # Ignore other families' keys; the gate detects those that have an effect in transformers.
     family_keys = vars(type(config)()).keys()
     keys = {key: value for key, value in vars(config).items() if key in family_keys}
     _check_values(text_config, keys)
@@ -197,7 +197,7 @@ def _text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def scalar_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of a sequence classifier with one label and this model's layers."""
+    """Return a config.json for a sequence classifier with one label and this model's layers."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
     raw = _text_config(raw)
@@ -223,7 +223,10 @@ def _check_values(raw: Mapping[str, Any], keys: Mapping[str, Any]) -> None:
 
 
 def _head_dim(keys: Mapping[str, Any]) -> int:
-    """Return the head dimension. Raises InputError if it is odd, or if query heads are not a multiple of key heads."""
+    """Return the head dimension.
+
+    Raises InputError if it is odd, or if the number of query heads is not a multiple of the number of KV heads.
+    """
     heads = keys["num_attention_heads"]
     kv_heads = keys["num_key_value_heads"]
     refuse(
@@ -252,7 +255,7 @@ def _is_classifier(raw: Mapping[str, Any], num_labels: int) -> bool:
 
 
 def _layer_types(keys: Mapping[str, Any]) -> list[str]:
-    """Return the type of each layer."""
+    """Return each layer's type."""
     if layer_types := keys.get("layer_types"):
         return list(layer_types)
     # Families without layer types use the window in all layers.
@@ -268,7 +271,7 @@ def _delta_net(keys: Mapping[str, Any], layer_types: Sequence[str]) -> DeltaNet:
 
 
 def _yarn_positions(keys: Mapping[str, Any]) -> int:
-    """Return the positions that a YaRN rope supports; max_position_embeddings may still be the original number."""
+    """Return how many positions a YaRN rope supports; max_position_embeddings may still be the original number."""
     rope = keys["rope_parameters"]
     # Without a factor, YaRN scales to max_position_embeddings.
     scaled_positions = int(rope["original_max_position_embeddings"] * (rope["factor"] or 1))
@@ -278,7 +281,7 @@ def _yarn_positions(keys: Mapping[str, Any]) -> int:
 def _layer_ropes(
     config: Any, keys: Mapping[str, Any], layer_types: Sequence[str], head_dim: int
 ) -> tuple[Rope, ...]:
-    """Return the rope of each layer. Raises InputError if one is not supported."""
+    """Return each layer's rope. Raises InputError if one is not supported."""
     ropes = {layer_type: _make_rope(config, layer_type, head_dim) for layer_type in set(layer_types)}
     if "no_rope_layers" not in keys:
         return tuple(ropes[layer_type] for layer_type in layer_types)
@@ -288,7 +291,7 @@ def _layer_ropes(
 
 
 def _make_rope(config: Any, layer_type: str, head_dim: int) -> Rope:
-    """Build the rope of one layer type with transformers' functions. Raises InputError if it is not supported."""
+    """Build the rope for one layer type with transformers' functions. Raises InputError if it is not supported."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = config.rope_parameters

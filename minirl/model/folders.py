@@ -1,4 +1,4 @@
-"""Find a model's folder, and the base model of its adapters; read config.json with transformers.
+"""Find a model's folder and the base model for its adapters; read config.json with transformers.
 
 PEFT leaves config.json, and often the tokenizer, in the base folder.
 """
@@ -20,14 +20,14 @@ _DOWNLOADED_FILES = [
     "merges.txt",
     "vocab.txt",
 ]
-_hub_ids: dict[Path, str] = {}  # hub id of each snapshot that this process resolved
+_hub_ids: dict[Path, str] = {}  # Hub id of each snapshot that this process resolved
 
 
 def resolve_folder(model: str, *, flag: str = "--model", with_weights: bool = True) -> Path:
-    """Return the local folder of a model: `model` itself, or the snapshot of this hub id.
+    """Return a model's local folder: `model` itself if it is a folder, otherwise the local snapshot of that Hub id.
 
-    Downloads the snapshot if it is not cached; `with_weights=False` skips the weights. Raises InputError, which names
-    the flag and the model.
+    Downloads the snapshot if it is not cached; `with_weights=False` skips the weights. Raises InputError, naming the
+    flag and the model.
     """
     folder = Path(model)
     if (folder / "config.json").is_file() or has_adapters(folder):
@@ -51,7 +51,7 @@ def resolve_folder(model: str, *, flag: str = "--model", with_weights: bool = Tr
 
 
 def hub_id_or_path(folder: Path) -> str:
-    """Return the hub id that a folder was resolved from, or else its absolute path."""
+    """Return the Hub id that a folder was resolved from, otherwise its absolute path."""
     return _hub_ids.get(folder, str(folder.absolute()))
 
 
@@ -61,7 +61,7 @@ def has_adapters(folder: Path) -> bool:
 
 
 def base_folder(folder: Path, *, with_weights: bool = True) -> Path:
-    """Return the base model's local folder for a folder with adapters. Raises InputError."""
+    """Return the base model's local folder for a folder with adapters. Raises InputError if it cannot be found."""
     path = folder / ADAPTERS_FILE
     base = read_json_object(path).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
@@ -72,7 +72,10 @@ def base_folder(folder: Path, *, with_weights: bool = True) -> Path:
 
 
 def model_file(folder: Path, name: str) -> Path:
-    """Return the path of a model's file; an adapter folder that lacks it falls back to its base. Raises InputError."""
+    """Return the path to a file in a model's folder, or in the base folder if an adapter folder lacks it.
+
+    Raises InputError if the base folder cannot be found.
+    """
     path = folder / name
     if path.is_file() or not has_adapters(folder):
         return path

@@ -39,9 +39,9 @@ class RMSNorm(nn.Module):
 
 
 class GatedActivation(torch.autograd.Function):
-    """activation(gate) * up for gate and up [T, width]. It saves only these; backward recomputes the activation.
+    """activation(gate) * up for gate and up [T, width]. It saves only its inputs; backward recomputes the activation.
 
-    A layer's saved activations shrink by a fifth, and gradients match autograd bitwise.
+    This shrinks a layer's saved activations by a fifth, and gradients match autograd bitwise.
     """
 
     @staticmethod
@@ -66,7 +66,7 @@ class Linear(nn.Linear):
     """`nn.Linear` with batch-invariant products and an optional LoRA adapter: x W^T + scale (x A^T) B^T.
 
     The adapter is never merged, so decoding, scoring and training compute the same bits.
-    lora_scale: alpha / rank; 0 leaves out the adapter.
+    lora_scale: alpha / rank, or 0 without an adapter.
     """
 
     lora_scale = 0.0

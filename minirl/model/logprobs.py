@@ -8,11 +8,11 @@ from torch import Tensor
 
 from minirl.model import batch_invariance
 
-# Tokens per vocabulary chunk on the CPU. Each chunk is one product with the head, and its logits fit the caches.
+# Tokens per vocabulary chunk on the CPU. Each chunk is one product with the head, and its logits fit in the caches.
 VOCAB_CHUNK = 2048
 # Logits per vocabulary chunk on CUDA: 128 MiB in fp32. Backward holds up to four tensors of this size.
 MAX_LOGITS = 1 << 25
-MIN_WIDTH = 512  # minimum chunk width on CUDA, however many tokens there are
+MIN_WIDTH = 512  # minimum chunk width on CUDA, regardless of the number of tokens
 
 
 def chunk_width(num_tokens: int, vocab_size: int) -> int:
@@ -22,15 +22,15 @@ def chunk_width(num_tokens: int, vocab_size: int) -> int:
 
 
 def chunk_logits(hidden: Tensor, head: Tensor, divisor: Tensor) -> Tensor:
-    """Return fp32 logits [T, W] of hidden [T, D] for a vocabulary chunk of the head's weight [W, D].
+    """Return fp32 logits [T, W] for hidden [T, D] and a vocabulary chunk [W, D] of the head's weight.
 
-    The logits are divided by `divisor` [T, 1], see `logit_divisor`.
+    The logits are divided by `divisor` [T, 1]; see `logit_divisor`.
     """
     return batch_invariance.head_logits(hidden, head).div_(divisor)
 
 
 def logit_divisor(temperature: Tensor) -> Tensor:
-    """Return the divisors [T, 1] of logits at temperatures [T]; 1 where the temperature is 0 (greedy)."""
+    """Return the divisors [T, 1] for logits at temperatures [T]; 1 where the temperature is 0 (greedy)."""
     return torch.where(temperature == 0, 1.0, temperature)[:, None]
 
 
@@ -47,7 +47,7 @@ def log_softmax(logits: Tensor, chunk_totals: Tensor | None) -> Tensor:
 def index_in_chunk(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return each target's index in a vocabulary chunk of `width` tokens, and whether the target is in the chunk.
 
-    Targets count from the start of the chunk. Targets outside it are clamped, so that indexing still works.
+    Targets are relative to the start of the chunk. Targets outside it are clamped, so that indexing still works.
     """
     index = targets.clamp(0, width - 1)
     is_in_chunk = index == targets

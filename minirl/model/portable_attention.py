@@ -1,17 +1,17 @@
 """The portable attention kernel: plain PyTorch operations with bitwise repeatable results.
 
-Attention multiplies queries with keys, takes the softmax, and multiplies the probabilities with values. Keys and
-values are split into key blocks of BLOCK tokens. Each product with values sums over exactly one key block, and the
-results of the key blocks are added in order in fp32. A masked key has probability 0 and adds nothing, so multiplying
-further key blocks changes nothing. A token's output therefore has the same bits in training, prefill and decoding
-(see `batch_invariance`).
+Attention multiplies queries by keys, takes the softmax, and multiplies the probabilities by values. Keys and values are
+split into key blocks of BLOCK tokens. Each product with values sums over exactly one key block, and the key blocks'
+results are added in order in fp32. A masked key has probability 0 and adds nothing, so multiplying additional key
+blocks changes nothing. A token's output therefore has the same bits in training, prefill and decoding (see
+`batch_invariance`).
 
-An index tells which queries to multiply with which keys, and serves all layers with the same window. `index_packed`
+An index tells which queries to multiply by which keys, and serves all layers with the same window. `index_packed`
 builds it for `attend_packed` (a stream of whole sequences), `index_decode` for `decode` (one new token per cached
 sequence). `mask_keys` builds the mask for both.
 
-Shapes: H query heads; K key/value heads; g = H / K query heads per key head; C channels per head; T' computed tokens
-(see `attention.PackedLayout`).
+Shapes: H query heads; K key/value (KV) heads; g = H / K query heads per KV head; C channels per head; T' computed
+tokens (see `attention.PackedLayout`).
 """
 
 import math
@@ -25,15 +25,15 @@ from torch import Tensor
 
 from minirl.model import batch_invariance
 
-# Blocks of a pool, and the rows to multiply with them: the same number of rows per block and key head.
+# Blocks of a pool, and the rows to multiply by them: the same number of rows per block and KV head.
 _BlockSet = tuple[slice | Tensor, slice]
 # Tokens per key block, and per cache block on the CPU. Masked keys cost as much as visible ones. Relative to blocks of
 # 128, an update takes 0.8x the time for sequences of 15 tokens, 1x for 1,000, and 1.1x for 4,000 in bf16.
 BLOCK = 32
-# Decoding multiplies the lowest blocks of a pool in place, unless they are this many times as many as it reads. Then it
-# copies the blocks that it reads.
+# Decoding multiplies a pool's lowest blocks in place, unless there are this many times as many as it reads. In that
+# case, it copies the blocks that it reads.
 COPY_FACTOR = 1.5
-# Tokens per query block in packed streams. Each block has the smallest of these sizes that fits its queries.
+# Query block sizes in packed streams, in tokens. Each block has the smallest size that fits its queries.
 QUERY_BLOCK_SIZES = (16, 32, 64)
 # Row counts that `min_queries` tries.
 PROBED_ROWS = (*range(1, 18), 24, 31, 32, 33, 48, 63, 64, 96, 112, 128)
@@ -41,10 +41,10 @@ PROBED_ROWS = (*range(1, 18), 24, 31, 32, 33, 48, 63, 64, 96, 112, 128)
 
 @batch_invariance.measured
 def min_queries(head_dim: int, dtype: torch.dtype) -> int | None:
-    """Return the smallest number of queries that `decode` may multiply with a key block on this machine's CPU.
+    """Return the smallest number of queries that `decode` may multiply by a key block on this machine's CPU.
 
     Measured on products laid out as in `decode` and `attend_packed`: from this number of rows on, each row has the same
-    bits in all of them. None if 16 rows are too few.
+    bits in all of them. Return None if 16 rows are too few.
     """
     num_rows = PROBED_ROWS[-1]
     q, k = batch_invariance.cancelling_operands(4, num_rows, head_dim, 2 * BLOCK, dtype)
@@ -66,7 +66,7 @@ def _rows_match_bitwise(
 ) -> bool:
     """Return whether products of `num_rows` rows match the full products bitwise, for 1, 2 and n matrices.
 
-    Multiplies q [n, R, C] with k, and probs [n, R, 2 x BLOCK] with the second block of v; k and v [n, 2 x BLOCK, C].
+    Multiplies q [n, R, C] by k, and probs [n, R, 2 x BLOCK] by the second block of v; k and v are [n, 2 x BLOCK, C].
     """
     scores = torch.bmm(q, k.transpose(1, 2))
     out = torch.bmm(probs[..., BLOCK:], v[:, BLOCK:])
@@ -97,7 +97,7 @@ class _QueryBlocks(NamedTuple):
     keys int64 [n x K x key blocks x BLOCK]: the keys that they see, as rows of k and v [T' x K, C].
     mask fp32 [n, 1, R, 1, key blocks x BLOCK]: 0 where a query sees a key, else -inf; added to the scores.
 
-    Where the sequence ends, `queries` and `keys` repeat another query or key of that sequence.
+    Past the end of a sequence, `queries` and `keys` repeat another of its queries or keys.
     """
 
     queries: Tensor
@@ -106,7 +106,7 @@ class _QueryBlocks(NamedTuple):
 
 
 class PackedIndex(NamedTuple):
-    """The queries and keys of a stream that `attend_packed` multiplies with each other.
+    """The queries and keys of a stream that `attend_packed` multiplies together.
 
     output_index int64 [T' x K]: index of each row of q [T' x K, g x C] in the concatenated query blocks.
     """
@@ -116,7 +116,7 @@ class PackedIndex(NamedTuple):
 
 
 class _QuerySpan(NamedTuple):
-    """One query block of a sequence. Positions count from the start of the sequence."""
+    """One query block of a sequence. Positions are relative to the start of the sequence."""
 
     stream_start: int  # index of the sequence's first token in the stream
     first_query: int  # position of the first query
@@ -204,9 +204,9 @@ def _query_spans(
 
 
 def _head_rows(hidden_index: Tensor, num_kv_heads: int) -> Tensor:
-    """Return rows of a matrix [T' x K, ...] for hidden indices [n, m], for each key head: [n x K x m].
+    """Return rows of a matrix [T' x K, ...] for hidden indices [n, m], for each KV head: [n x K x m].
 
-    Row t x K + h belongs to head h of token t.
+    Row t x K + h belongs to KV head h of token t.
     """
     head = torch.arange(num_kv_heads)[:, None]
     rows = hidden_index[:, None] * num_kv_heads + head  # [n, K, m]
@@ -218,7 +218,7 @@ def mask_keys(
     query: Tensor,
     window: int | None,
 ) -> Tensor:
-    """Return fp32 0 where a query sees a key, else -inf. The positions `key` and `query`, int64, are broadcast."""
+    """Return fp32 0 where a query sees a key, else -inf. The int64 positions `key` and `query` are broadcast."""
     is_masked = key > query
     if window is not None:
         is_masked |= key <= query - window
@@ -262,21 +262,21 @@ class DecodeIndex(NamedTuple):
     keys int64 [B, n x BLOCK]: the position of each entry's keys in the request's sequence.
     unused_entries bool [B, 1, n, 1]: entries beyond a request's last block. Their results are set to 0.
 
-    The portable kernel multiplies each block once, with the queries of all requests that read it, its users. Each user
-    has a slot per key head, which holds the g query heads that share this key head: g rows of the products. All blocks
-    of a batched product must have the same number of slots, so there are up to two `block_sets`, each with its rows:
+    The portable kernel multiplies each block once, for all of its users, the requests that read it. Each user has a
+    slot per KV head, which holds the g query heads that share this KV head: g rows of the products. All blocks of a
+    batched product must have the same number of slots, so there are up to two `block_sets`, each with its rows:
 
-    - Live blocks have `min_users` slots each per key head. Normally they are all blocks of the pool up to the highest
+    - Live blocks have `min_users` slots each per KV head. Normally they are all blocks of the pool up to the highest
       one that is read, multiplied in place. If too few of these are read, they are copies of the blocks that are read
       (int64).
     - Blocks with more users (a group shares the full blocks of its prompt) appear again after the live blocks (int64),
       with as many slots as the block with the most users needs. Their slots among the live blocks stay empty.
 
-    Slots are ordered by block, then key head, then user. The kernel gathers rows with these int64 indices:
+    Slots are ordered by block, then KV head, then user. The kernel gathers rows with these int64 indices:
 
     query [slots x g]: the query heads of each slot, as rows of q [B x H, C].
-    score [B x H x n]: for each query head and entry, its row in the products with keys [slots x g, BLOCK], which
-        are its scores, and in the products with values [slots x g, C], which are its results.
+    score [B x H x n]: for each query head and entry, its row in the key products [slots x g, BLOCK], which holds its
+        scores, and in the value products [slots x g, C], which holds its results.
     prob [slots x g]: the inverse of `score`, as rows of the probabilities [B x H x n, BLOCK].
 
     Empty slots read row 0, and nothing reads their results.
@@ -312,9 +312,9 @@ def index_decode(
 ) -> DecodeIndex:
     """Index a decode step for requests with these block tables, on the CPU.
 
-    tables int32 [B, columns]: -1 beyond the last block of a request, which contains its token.
-    groups: query heads per key head.
-    min_users: slots per live block and key head. Products of fewer queries could round differently (see
+    tables int32 [B, columns]: -1 beyond a request's last block, which contains its token.
+    groups: query heads per KV head.
+    min_users: slots per live block and KV head. Products with fewer queries could round differently (see
     `min_queries`).
     """
     num_blocks = (tables >= 0).sum(1)
@@ -326,7 +326,7 @@ def index_decode(
     num_entries = num_blocks - first_block
     column = np.arange(num_entries.max())  # [n]
     is_used = column < num_entries[:, None]  # [B, n]
-    # One value per used entry (E), request after request.
+    # One value per used entry (E), ordered by request.
     request, entry_column = is_used.nonzero()
     block = tables[request, first_block[request] + entry_column]
 
@@ -337,7 +337,7 @@ def index_decode(
     first_entry = num_entries.cumsum() - num_entries
     clamped_column = np.minimum(column, num_entries[:, None] - 1)
     entry = first_entry[:, None] + clamped_column  # [B, n]
-    # A slot holds g rows of the products, one per query head that shares the key head.
+    # A slot holds g rows of the products, one per query head that shares the KV head.
     first_row = slot[entry].transpose(0, 2, 1) * groups  # [B, K, n]
     score = first_row[:, :, None] + np.arange(groups)[:, None]  # [B, K, g, n]
     is_used_score = np.broadcast_to(is_used[:, None, None], score.shape)
@@ -361,9 +361,9 @@ def _assign_slots(
     groups: int,
     min_users: int,
 ) -> tuple[list[_BlockSet], np.ndarray]:
-    """Return the block sets of a decode step, and the slot of each entry per key head, int64 [E, K].
+    """Return the block sets for a decode step, and each entry's slot per KV head, int64 [E, K].
 
-    block int32 [E]: the block of each entry, request after request.
+    block int32 [E]: each entry's block, ordered by request.
     """
     num_users = np.bincount(block)
     live_ids = np.arange(len(num_users))
@@ -377,7 +377,7 @@ def _assign_slots(
         num_users = num_users[live_ids]
 
     head = np.arange(num_kv_heads)
-    # A block with at most `min_users` users keeps its own slots at each key head.
+    # A block with at most `min_users` users keeps its own slots for each KV head.
     slot = (live_index[:, None] * num_kv_heads + head) * min_users
     num_slots = len(live_ids) * num_kv_heads * min_users
     block_sets: list[_BlockSet] = [(live_blocks, slice(0, num_slots * groups))]
@@ -413,7 +413,7 @@ def decode(
     Each block is multiplied once for all its users. The softmax covers each request's own blocks.
     """
     num_requests, num_heads, dim = q.shape
-    # Gather rows from requests to slots, multiply, and gather back, with keys and then with values (see `DecodeIndex`).
+    # Gather rows from requests to slots, multiply, and gather back, for keys and then for values (see `DecodeIndex`).
     slot_q = q.reshape(-1, dim).index_select(0, index.query)
     slot_scores = _multiply_blocks(slot_q, keys, index.block_sets)
     scores = slot_scores.index_select(0, index.score).view(num_requests, num_heads, -1)
@@ -422,7 +422,7 @@ def decode(
     slot_out = _multiply_blocks(slot_probs, values, index.block_sets)
     out = slot_out.index_select(0, index.score).view(num_requests, num_heads, -1, dim)
     if out.shape[2] > 1:
-        # Unused entries repeat the result of the last block, which must not count twice.
+        # Unused entries repeat the result of the last block, which must not be counted twice.
         out = out.masked_fill_(index.unused_entries, 0)
     return _sum_in_order(out.unbind(2)).to(q.dtype)
 
@@ -432,9 +432,9 @@ def _multiply_blocks(
     pool: Tensor,
     block_sets: Sequence[_BlockSet],
 ) -> Tensor:
-    """Multiply rows [slots x g, i] with the matrices [i, j] of their blocks in the pool [S, K, i, j].
+    """Multiply rows [slots x g, i] by the matrices [i, j] of their blocks in the pool [S, K, i, j].
 
-    Rows are ordered by block set, block and key head. Returns [slots x g, j].
+    Rows are ordered by block set, block and KV head. Returns [slots x g, j].
     """
     products = []
     for blocks, row_slice in block_sets:
@@ -445,7 +445,7 @@ def _multiply_blocks(
 
 
 def _softmax(scores: Tensor, mask: Tensor, dim: int) -> Tensor:
-    """Return the softmax of scores [..., keys] / sqrt(dim) + mask, in fp32, then rounded to the scores' dtype."""
+    """Return the softmax of scores [..., keys] / sqrt(dim) + mask, computed in fp32 and rounded to their dtype."""
     masked_scores = torch.add(mask, scores, alpha=1 / math.sqrt(dim))
     return torch.softmax(masked_scores, -1).to(scores.dtype)
 

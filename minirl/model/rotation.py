@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys."""
+"""Rotary position embedding for queries and keys."""
 
 import functools
 

@@ -1,11 +1,11 @@
 """Linear layers sharded by rows across ranks, as in FSDP, so that decoding never gathers full weights.
 
-Each rank decodes its own requests, with its own cache, but the ranks run the layers together. Before each forward
+Each rank decodes its own requests, with its own cache, but the ranks run the layers together. Before each forward,
 they begin a pass (`ShardGroup.begin_pass`). In a pass, a `SharedLinear` sends its rank's tokens to all ranks; each rank
-multiplies the tokens of all ranks by its rows of the weight, and sends each rank its output columns. No sum is split,
-so the bits match those of full weights. Nothing here has a gradient.
+multiplies all ranks' tokens by its rows of the weight, and sends each rank its output columns. No sum is split, so the
+outputs match those of unsharded weights bitwise. Nothing here is differentiable.
 
-Shapes: T tokens of this rank, A tokens of all ranks, R weight rows per rank.
+Shapes: T tokens on this rank, A tokens across all ranks, R weight rows per rank.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class ShardGroup:
         self._num_ranks = world_size()
         # Number of activation rows per rank in this pass.
         self._num_rows: list[int] = []
-        # The last input and the gathered rows of all ranks, because the next layer often has the same input.
+        # The last input and its gathered rows, because the next layer often has the same input.
         self._gathered: tuple[Tensor, Tensor] | None = None
 
     @spent_on("wait_ranks")
@@ -59,7 +59,7 @@ class ShardGroup:
         return PassState(any(have_tokens), sum(have_tokens) > has_tokens, all(are_done))
 
     def gather_tokens(self, x: Tensor) -> Tensor:
-        """Return the rows [A, in] of all ranks, given this rank's x [..., in] (collective)."""
+        """Return all ranks' rows [A, in], given this rank's x [..., in] (collective)."""
         if self._gathered is None or self._gathered[0] is not x:
             rows = x.reshape(-1, x.shape[-1])  # [T, in]
             sent_rows = rows.repeat(self._num_ranks, 1)
@@ -82,7 +82,7 @@ class ShardGroup:
     @spent_on("decode_comm")
     def _exchange(self, rows: Tensor, num_sent: Sequence[int], num_received: Sequence[int]) -> Tensor:
         """Send each rank its number of rows, in order; return the received rows (collective)."""
-        as_bytes = rows.contiguous().view(torch.uint8)  # gloo does not know every dtype
+        as_bytes = rows.contiguous().view(torch.uint8)  # gloo does not support every dtype
         received = as_bytes.new_empty(sum(num_received), as_bytes.shape[1])
         dist.all_to_all_single(received, as_bytes, list(num_received), list(num_sent))
         return received.view(rows.dtype)

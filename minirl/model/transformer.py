@@ -4,10 +4,10 @@
 pass different layouts. It returns hidden states, from which callers compute logits one chunk at a time
 (`training.scoring`, `generation.sampling`).
 
-Read it as a Llama: each layer adds attention of the normed stream, then a gated MLP. Features of other families
+Read it as a Llama: each layer adds attention over the normed stream, then a gated MLP. Features of other families
 depend on a field of `config.ModelConfig` (`qk_norm`, `attention_gate`, `norms`, `delta_net`, `scales_embeddings`),
-never on a family's name; `families` sets the fields of each family. Norm statistics, rope tables and rotations are
-fp32 (fp64 in an fp64 model).
+never on a family's name; `families` sets each family's fields. Norm statistics, rope tables and rotations are computed
+in fp32 (fp64 in an fp64 model).
 
 Shapes: T tokens, D hidden size, C channels per head.
 """
@@ -79,7 +79,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Feed-forward: the down-projection of activation(gate) x up."""
+    """The feed-forward block: the down-projection of activation(gate) x up."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -104,7 +104,7 @@ _NO_NORM = nn.Identity()
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
-    `config.norms` may place norms after attention and MLP, or both before and after. Some layers have a gated delta
+    `config.norms` may place norms after attention and the MLP, or both before and after. Some layers have a gated delta
     net instead of attention. is_recomputed: whether backward reruns the whole layer.
     """
 
@@ -146,11 +146,11 @@ class Decoder(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A causal language model with `lm_head`, or with `config.scalar_head` a value or reward model with `score`.
+    """A causal language model with `lm_head`, or, with `config.scalar_head`, a value or reward model with `score`.
 
     recompute_layers: whether backward reruns each layer's forward instead of saving its activations.
     shard_group: the ranks that share the linear layers (`shards.share_layers`). Each forward is then collective, within
-        a pass that `ShardGroup.begin_pass` began.
+        a pass begun by `ShardGroup.begin_pass`.
     min_rows: minimum number of rows that the layers compute, including padding: [0, heads x C] has no unique view as
         [0, heads, C].
     """
@@ -172,7 +172,7 @@ class Transformer(nn.Module):
             add_adapters(self, self.layers, config.adapters)
 
     def tie_weights(self) -> None:
-        """Tie the head's weight to the embedding's, if the config says so. Call again after replacing either weight."""
+        """Tie the head's weight to the embedding's if the config ties them. Call again after replacing either one."""
         if self.config.tie_word_embeddings and not self.config.scalar_head:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -203,7 +203,7 @@ class Transformer(nn.Module):
             rotations[rope] = (cos[positions], sin[positions])
         x = self.embed_tokens(padding.pad_rows(tokens, self.min_rows))
         if self.config.scales_embeddings:
-            # Round the factor to the dtype of the states, as in Gemma's training.
+            # Round the factor to the hidden states' dtype, as in Gemma's training.
             embedding_scale = math.sqrt(self.config.hidden_size)
             x = x * torch.tensor(embedding_scale, dtype=x.dtype, device="cpu").item()
         for layer, rope in zip(self.layers, self.config.layer_ropes, strict=True):
@@ -215,7 +215,7 @@ class Transformer(nn.Module):
 
 
 def add_adapters(model: nn.Module, layers: nn.ModuleList, adapters: Adapters) -> None:
-    """Add adapters to the linear layers among `layers`, and freeze all other parameters but a scalar head.
+    """Add adapters to the linear layers among `layers`, and freeze all other parameters except a scalar head.
 
     Raises InputError if there are no linear layers.
     """
@@ -241,9 +241,9 @@ def make_meta_model(config: ModelConfig, *, recompute_layers: bool = False) -> T
 def is_batch_invariant(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, num_shards: int = 1
 ) -> bool:
-    """Return whether a token has the same bits in any batch on this machine, measured on all products of this model.
+    """Return whether a token has the same bits in any batch on this machine, measured on all of this model's products.
 
-    num_shards: number of parts in which decoding computes the output columns of a layer.
+    num_shards: number of parts in which decoding computes a layer's output columns.
     """
     if config.hf_backend is not None and not config.hf_backend.is_exact:
         return False

@@ -47,14 +47,14 @@ _DTYPES = ("F32", "BF16", "F16", "F64")
 def check_weights(config: ModelConfig, folder: Path) -> None:
     """Raise InputError if the folder's tensors do not fit this model. Call it before every load.
 
-    The error names a folder without safetensors files, missing or unexpected tensors, wrong shapes, unsupported dtypes,
-    or a folder with adapters for a model that adds its own. Reads only names, shapes and dtypes, and allocates no
-    weights: a wrong config.json may ask for more memory than the machine has. Collective if there are several nodes,
-    which must have the same weights.
+    Rejects a folder without safetensors files, missing or unexpected tensors, wrong shapes, unsupported dtypes, and a
+    folder with adapters for a model that adds its own. Reads only names, shapes and dtypes, and allocates no weights,
+    because a wrong config.json may imply more memory than the machine has. Collective if there are several nodes, which
+    must all have the same weights.
     """
     refuse(
         config.adapters and has_adapters(folder),
-        f"{folder}: already has adapters; merge them before you add new ones, see docs/adapters.md",
+        f"{folder}: already has adapters; merge them before you add new ones (see docs/adapters.md)",
     )
     files = _tensor_files(folder)
     expected = _checkpoint_shapes(replace(config, adapters=None))
@@ -82,11 +82,11 @@ def check_weights(config: ModelConfig, folder: Path) -> None:
 
 
 def load_weights(model: Transformer, folder: Path) -> None:
-    """Fill the parameters from the folder's safetensors. Not collective.
+    """Fill the parameters from the folder's safetensors files. Not collective.
 
     For DTensors, fills this rank's shard. A folder with adapters is loaded as its base with the adapters merged. The
     model's own adapters get initial values, and so does a scalar head if the folder has a language model. Call
-    `check_weights` first. Raises InputError, which names a tensor with non-finite values, or adapters that do not fit.
+    `check_weights` first. Raises InputError, naming a tensor with non-finite values or adapters that do not fit.
     """
     config = model.config
     files = _tensor_files(folder)
@@ -114,7 +114,7 @@ def load_weights(model: Transformer, folder: Path) -> None:
 
 
 def _check_tied_head(files: Mapping[str, Path], embedding: str) -> None:
-    """Raise InputError if a tied model's folder stores a head that differs from the embedding with this name."""
+    """Raise InputError if a tied model's folder stores a head that differs from the tensor `embedding`."""
     head = "lm_head.weight"
     refuse(
         not torch.equal(read_tensor(files[head], head), read_tensor(files[embedding], embedding)),
@@ -124,7 +124,7 @@ def _check_tied_head(files: Mapping[str, Path], embedding: str) -> None:
 
 
 def _read_stored(config: ModelConfig, files: Mapping[str, Path], stored_names: Sequence[str]) -> Any:
-    """Return a parameter's value from the tensors that store it: a slice of a single one, or all of them joined.
+    """Return a parameter's value from the tensors that store it: a slice of a single tensor, or all of them joined.
 
     A slice keeps only its own file open: pages that were read stay in memory until their file is closed.
     """
@@ -136,7 +136,7 @@ def _read_stored(config: ModelConfig, files: Mapping[str, Path], stored_names: S
 
 
 def checkpoint_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert parameters, keyed by the model's names, to a folder's tensors, keyed by the folder's names."""
+    """Convert parameters, keyed by the model's names, to checkpoint tensors, keyed by the checkpoint's names."""
     if config.hf_backend is not None:
         return config.hf_backend.to_checkpoint(tensors)
     return {_checkpoint_name(name, config.weight_prefix): tensor for name, tensor in tensors.items()}
@@ -164,22 +164,22 @@ def passthrough_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
 
 
 def _is_passthrough(config: ModelConfig, name: str) -> bool:
-    """Return whether a folder's tensor of this name is saved with the model but not part of it."""
+    """Return whether a folder's tensor with this name is saved with the model but not part of it."""
     return any(re.search(pattern, name) for pattern in config.passthrough_weight_patterns)
 
 
 def check_shape(shape: Sequence[int], param: Tensor, label: str) -> None:
-    """Raise InputError, starting with `label`, if a stored tensor's shape differs from the parameter's."""
+    """Raise InputError, prefixed with `label`, if a stored tensor's shape differs from the parameter's."""
     refuse(
         tuple(shape) != param.shape,
-        f"{label} has shape {list(shape)}, the model's has {list(param.shape)}",
+        f"{label} has shape {list(shape)}; the model expects {list(param.shape)}",
     )
 
 
 def load_replica(folder: Path, *, dtype: torch.dtype, scalar_head: bool | None = False) -> Transformer:
     """Load a frozen, unsharded model in `dtype` on the host. Neither this nor its forward is collective.
 
-    It is a reference model, or with a scalar head a reward model. scalar_head: see `read_config`.
+    It is a reference model or, with a scalar head, a reward model. scalar_head: see `read_config`.
     """
     config = read_config(folder, scalar_head=scalar_head)
     check_weights(config, folder)
@@ -198,7 +198,7 @@ def truncate_vocabulary(model: Transformer, vocab_size: int) -> None:
 
 
 def _is_unused(config: ModelConfig, name: str) -> bool:
-    """Return whether a folder may contain a tensor of this name that the model does not use."""
+    """Return whether a folder may contain a tensor with this name that the model does not use."""
     # Old checkpoints store the rope frequencies, which minirl computes.
     if name.endswith("rotary_emb.inv_freq") or _is_passthrough(config, name):
         return True
@@ -208,9 +208,9 @@ def _is_unused(config: ModelConfig, name: str) -> bool:
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Return the safetensors file of each tensor: model.safetensors if it exists, as in transformers, or by index.
+    """Return each tensor's safetensors file: model.safetensors if it exists, as in transformers, otherwise by index.
 
-    For a folder with adapters, return the files of the base.
+    For a folder with adapters, return the base's files.
     """
     if has_adapters(folder):
         folder = base_folder(folder)
@@ -253,7 +253,7 @@ def fill_parameter(param: Tensor, stored: Any, label: str) -> None:
     """Copy a stored tensor into `param`, or the matching rows into this rank's shard of a DTensor. Not collective.
 
     stored: a full tensor of the parameter's shape, or a slice from `safetensors.safe_open`, of which only the needed
-    part is read. Raises InputError, starting with `label`, if a value is non-finite.
+    part is read. Raises InputError, prefixed with `label`, if a value is non-finite.
     """
     local_shard = param
     shard_rows: Any = ...
@@ -273,7 +273,7 @@ def fill_parameter(param: Tensor, stored: Any, label: str) -> None:
 
 
 def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """Return the files of a folder's tokenizer and processor, and generation_config.json, keyed by relative path."""
+    """Return a folder's tokenizer and processor files and generation_config.json, keyed by relative path."""
     source = model_file(folder, "tokenizer_config.json").parent
     paths = {"generation_config.json": model_file(folder, "generation_config.json")}
     for pattern in _TOKENIZER_FILES:
@@ -290,7 +290,7 @@ def write_folder(
     passthrough: Mapping[str, Tensor] = MappingProxyType({}),
     peft_config: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the files of a Hugging Face folder and sync each to disk. Raises OSError, which names the file.
+    """Write the files of a Hugging Face folder and sync each to disk. Raises OSError, naming the file.
 
     Writes `tensors` in their dtype, the tensors of `passthrough_tensors`, `config` with that dtype, and
     `tokenizer_files`.
@@ -307,7 +307,7 @@ def write_folder(
         stored = checkpoint_tensors(model_config, tensors)
     else:
         weights_name = WEIGHTS_FILE
-        # transformers loads a vision model in full, or its language model alone. Clone, because tensors of one file
+        # transformers loads a vision model in full, or its language model alone. Clone, because tensors in one file
         # must not share memory.
         is_vision = model_config.weight_prefix != "model."
         prefixes = ("model.", "model.language_model.") if is_vision else ("model.",)
