@@ -23,7 +23,7 @@ from minirl.model.layers import Linear
 class GatedDeltaNet(nn.Module):
     """The gated delta rule on convolved queries, keys and values, followed by a gated norm.
 
-    recomputes: whether backward reruns the rule's forward instead of saving its fp32 inputs and its chunks.
+    recomputes: whether backward reruns the rule's forward instead of saving its fp32 inputs and chunks.
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, recomputes: bool):
@@ -152,7 +152,7 @@ class GatedDeltaNet(nn.Module):
         )
 
     def _normalize_heads(self, x: Tensor) -> Tensor:
-        """Normalize queries or keys [T, key heads x C] to unit length, repeated per value head: [T, heads, C]."""
+        """Normalize queries or keys [T, key heads x C] to unit length, repeated for value heads: [T, heads, C]."""
         num_heads = self.shape.num_key_heads
         vectors = delta_rule.normalize(x.unflatten(1, (num_heads, -1)))
         return vectors.repeat_interleave(self.shape.num_value_heads // num_heads, 1)
@@ -164,7 +164,7 @@ def _window_ages(size: int, device: torch.device) -> Tensor:
 
 
 def index_windows(layout: PackedLayout, size: int) -> Tensor:
-    """Return the rows of the last `size` tokens up to each computed one, int64 [size, T'].
+    """Return the rows of the last `size` tokens up to each computed token: int64 [size, T'].
 
     The oldest token comes first. Row T' stands for a token before the sequence begins.
     """

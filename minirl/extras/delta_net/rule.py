@@ -7,10 +7,10 @@ strengths beta, and c the cumulative sum of g within the chunk:
     O = (e^c Q) S + lower((Q K^T) e^(c_i - c_j)) U    S' = e^c_last S + (e^(c_last - c) K)^T U
 
 `run_chunks` computes packed sequences, one chunk of every sequence at a time. `run_row` computes the next row of each
-cached sequence from `DeltaStates`; when a new chunk begins, `StateCache` computes S' of the previous one. On the CPU
-both have the same bits: they compute each row of U as a product of a single row. `run_row` pads its other products to
-`min_batch_rows`, and their inner dimensions do not depend on the number of rows. Everything is fp32 (fp64 in an fp64
-model).
+cached sequence from `DeltaStates`; when a new chunk begins, `StateCache` computes S' of the previous one. On the CPU,
+both give the same bits: they compute each row of U as a single-row product. `run_row` pads its other products to
+`min_batch_rows`, and their inner dimensions do not depend on the number of rows. Everything is computed in fp32 (fp64
+in an fp64 model).
 
 Shapes: T rows, H value heads, N chunks (or sequences), C rows per chunk.
 """
@@ -46,7 +46,7 @@ class ChunkIndex(NamedTuple):
 
     Sequences are sorted longest first, so a round's chunks continue the first chunks of the previous round.
     rows int64 [N x DELTA_CHUNK]: the chunks' rows, as indices into the model's T' rows; T' for padding.
-    counts: number of chunks per round.
+    round_sizes: number of chunks per round.
     output_index int64 [T']: index of each row in `rows`; the first one if the row appears several times.
     """
 
@@ -151,7 +151,7 @@ def _gather_chunks(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _run_chunk(rows: DeltaRows, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return O, U and S' of chunks, given their rows [N, H, C, ...] and S [N, H, Dk, Dv]."""
+    """Return O, U and S' for chunks, given their rows [N, H, C, ...] and S [N, H, Dk, Dv]."""
     q, k, v, decay, beta = rows
     keys = k.mT
     cum_decay = decay.cumsum(-1)  # c, [N, H, C]
@@ -177,7 +177,7 @@ def _run_chunk(rows: DeltaRows, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def run_row(
     rows: DeltaRows, states: DeltaStates, slots: Tensor, positions: Tensor, *, num_padded: int
 ) -> Tensor:
-    """Return the outputs [n, H, Dv] of the next row of n cached sequences, at these positions and slots int64 [n].
+    """Return the outputs [n, H, Dv] for n cached sequences' next rows, at these positions and slots int64 [n].
 
     Stores the row's key, decay and update in `states`; S stays unchanged.
     num_padded: number of rows to which products are padded (`padded_rows`).
@@ -191,8 +191,8 @@ def run_row(
     sequence = torch.arange(len(slots), device=slots.device)
     state_index = sequence
     if slots.device.type == "cpu" and int(slots.max()) < 2 * len(slots):
-        # Read all states up to the highest slot in place: copying would make a step of 64 sequences up to a third
-        # longer.
+        # Read all states up to the highest slot in place: copying would slow a step with 64 sequences by up to a
+        # third.
         state_rows = slice(int(slots.max()) + 1)
         state_index = slots
     state, keys, updates, decays = (pool[state_rows] for pool in states[1:])
@@ -233,7 +233,7 @@ def run_row(
 
 
 def _stack_padded(num_padded: int, *rows: Tensor) -> Tensor:
-    """Stack rows [n, H, D], and pad to [n, H, num_padded, D]: fewer rows would select another kernel than a chunk."""
+    """Stack rows [n, H, D], and pad to [n, H, num_padded, D]: fewer rows would use a different kernel than a chunk."""
     stacked = torch.stack(rows, 2)
     num_missing = num_padded - len(rows)
     return F.pad(stacked, (0, 0, 0, num_missing))
@@ -247,7 +247,7 @@ def _solve_row(a: Tensor, rhs: Tensor, solved: Tensor) -> Tensor:
 
 
 class _Solve(torch.autograd.Function):
-    """Solves (1 + A) U = R for U, with strictly lower A [N, H, C, C] and R [N, H, C, D]."""
+    """Solves (1 + A) U = R for U, with strictly lower triangular A [N, H, C, C] and R [N, H, C, D]."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, rhs: Tensor) -> Tensor:

@@ -12,16 +12,16 @@ from minirl.model.attention import to_device
 from minirl.model.batch_invariance import at_least_fp32
 from minirl.model.config import DeltaNet
 
-# Rows per chunk. Twice as many take a fifth longer on the CPU, in decoding and in training.
+# Rows per chunk. Twice as many would slow down decoding and training on the CPU by a fifth.
 DELTA_CHUNK = 32
 
 
 class DeltaStates(NamedTuple):
-    """One layer's states of cached sequences, one slot per sequence: [slots, ...].
+    """One layer's states for cached sequences, one slot per sequence: [slots, ...].
 
     inputs [.., kernel, channels]: a ring buffer of the newest convolution inputs; position p is at p % kernel.
     state [.., H, Dk, Dv]: S at the start of the newest row's chunk. keys [.., H, Dk, C], updates [.., H, C, Dv] and
-    decays [.., H, C]: K^T, U and g of the chunk's rows so far; later elements are finite.
+    decays [.., H, C]: K^T, U and g of the chunk's rows so far; later elements are arbitrary but finite.
 
     A decode step may run twice (to warm up a CUDA graph), so it overwrites what it stores, and S changes only when the
     next step begins.
@@ -35,7 +35,7 @@ class DeltaStates(NamedTuple):
 
 
 class StateCache:
-    """The states of all layers, for sequences in the rows of a cache. A sequence's slot equals its row.
+    """All layers' states for the sequences in a cache's rows. A sequence's slot equals its row.
 
     A prefill writes all states of its rows.
     chunk_size: a decode step may compute several tokens of a sequence if they all lie in one chunk of this size.
@@ -44,7 +44,7 @@ class StateCache:
     chunk_size = DELTA_CHUNK
 
     def __init__(self, shape: DeltaNet, num_rows: int, *, dtype: torch.dtype, device: torch.device):
-        """Start all sequences from zeros. dtype: the model's dtype."""
+        """Start all sequences with zero states. dtype: the model's dtype."""
         self._device = device
         self._states: dict[int, DeltaStates] = {}
         head_shape = (num_rows, shape.num_value_heads)

@@ -1,11 +1,12 @@
 """Replay decode steps as CUDA graphs: the host launches one graph instead of hundreds of kernels.
 
-A graph is captured with fixed addresses and a fixed batch size. So the engine pads each decode step to one of a few
-batch sizes (`padding.graph_batch_size`; 22 up to 1,024 requests), and the step's inputs are copied into the graph's own
-buffers. The buffers of block tables are as wide as a table can get; the kernel reads no further than a request's keys.
+A graph is captured with fixed addresses and a fixed batch size, so the engine pads each decode step to one of a few
+batch sizes (`padding.graph_batch_size`; 22 sizes up to 1,024 requests), and the step's inputs are copied into the
+graph's own buffers. Block table buffers are as wide as a table can get; the kernel reads no further than a request's
+keys.
 
 A graph also stores the addresses of the weights, which never change, and of the key/value cache, so it lives as long as
-the cache. Each batch size is captured at its first use, which costs about three eager steps. On the CPU nothing is
+the cache. Each batch size is captured on first use, which costs about three eager steps. On the CPU, nothing is
 captured: for tests, the same buffers are passed to the eager step. Steps in which the host reads from the device, as in
 some transformers modules, cannot be captured and stay eager, too.
 """
@@ -29,9 +30,9 @@ SYNC_NOTE = "note: no CUDA graphs, because the host reads from the device in eac
 
 
 class DecodeGraphs:
-    """CUDA graphs of the decode step for one cache, one per batch size, with and without truncated sampling.
+    """CUDA graphs of the decode step for one cache: one per batch size, with and without truncated sampling.
 
-    Each graph is captured at its first use.
+    Each graph is captured on first use.
     """
 
     def __init__(self, max_blocks: int):
@@ -53,7 +54,7 @@ class DecodeGraphs:
             self._buffers[key] = [x.new_zeros([len(x), self._max_blocks][: x.ndim]) for x in inputs]
         buffers = self._buffers[key]
         for buffer, tensor in zip(buffers, inputs, strict=True):
-            # A block table may be narrower than its buffer. The other columns keep stale block numbers, never read.
+            # A block table may be narrower than its buffer, whose other columns keep stale ids that are never read.
             buffer[tuple(map(slice, tensor.shape))].copy_(tensor)
         if key not in self._graphs:
             self._graphs[key] = self._capture(step, buffers) if inputs[0].is_cuda else None

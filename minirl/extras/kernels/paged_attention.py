@@ -2,7 +2,7 @@
 
 It reads pools in the portable kernel's layout, so one layout serves both: a key block [C, BLOCK] is the right operand
 of its product without a transpose. Scores, softmax and sums are fp32. Each program reads the keys of one request and
-key head, or a split of them if there are few requests. Data beyond a request's keys has no effect, even NaN, so blocks
+KV head, or a split of them if there are few requests. Data beyond a request's keys has no effect, even NaN, so blocks
 need no clearing. The launch depends only on argument shapes, so that a CUDA graph can replay it.
 """
 
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from minirl.model.padding import next_power_of_two
 
-# Maximum bytes of a tile of keys, per channel and in total (also for values). They keep a program's shared memory
-# within the 99 KiB of the smallest devices, and avoid register spills (`benchmarks/paged_resources.py`).
+# Maximum size of a key tile in bytes, per channel and in total (also for values). These limits keep a program's shared
+# memory within the 99 KiB of the smallest devices, and avoid register spills (`benchmarks/paged_resources.py`).
 MAX_CHANNEL_BYTES = 128
 MAX_TILE_BYTES = 32768
 # Triton's compile options. num_stages is the number of tiles loaded from memory at the same time.
 OPTIONS = {"num_warps": 4, "num_stages": 3}
-# Number of programs that saturates the GPU. With fewer requests x key heads, their keys are split.
+# Number of programs that saturates the GPU. With fewer requests x KV heads, their keys are split.
 MIN_PROGRAMS = 512
 
 
@@ -39,8 +39,8 @@ def decode(
     num_splits = 1
     while num_padded * num_kv_heads * num_splits < MIN_PROGRAMS and num_splits < max_blocks:
         num_splits *= 2
-    # Each split returns the mean of its values, and the logarithm of its weight among the splits. A single split's
-    # mean is the result.
+    # Each split returns the weighted mean of its values, and the log of its own weight among the splits. A single
+    # split's mean is the result.
     mean_dtype = q.dtype if num_splits == 1 else torch.float32
     means = q.new_empty(num_padded, num_kv_heads, num_splits, groups, dim, dtype=mean_dtype)
     log_weights = q.new_empty(num_padded, num_kv_heads, num_splits, groups, dtype=torch.float32)
@@ -69,7 +69,7 @@ def decode(
 def constants(num_kv_heads: int, groups: int, dim: int, block: int, dtype: torch.dtype) -> dict[str, int]:
     """Return the kernel's compile-time constants, keyed by name.
 
-    groups: query heads per key head. dim: head dimension. block: tokens per block.
+    groups: query heads per KV head. dim: head dimension. block: tokens per block.
     """
     padded_dim = _padded_size(dim)
     return {
@@ -108,7 +108,7 @@ def attend_blocks(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Compute one split of one request and key head. Triton compiles the kernel at its first use."""
+    """Compute one split of one request and KV head. Triton compiles the kernel on first use."""
     request = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -121,7 +121,7 @@ def attend_blocks(  # type: ignore[no-untyped-def]
     query_row = (request * NUM_KV + head) * GROUPS + group
     query = tl.load(q + query_row[:, None] * DIM + dim, mask=is_query, other=0.0)
 
-    # The request sees keys begin..end - 1 of its table; each split gets the same number of their tiles.
+    # The request sees keys begin..end - 1 of its table; each split gets the same number of tiles.
     end = tl.load(lengths + request)
     begin = tl.maximum(end - window, 0) if window > 0 else 0
     first_tile = begin // TILE
