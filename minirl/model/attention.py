@@ -182,7 +182,7 @@ class PackedLayout(_Memo):
 
     @functools.cached_property
     def num_shared(self) -> np.ndarray:
-        """Number of tokens per sequence that are computed with its parent, int64 [N]."""
+        """Number of tokens per sequence that are computed as part of its parent, int64 [N]."""
         return np.array([sequence.num_shared for sequence in self.sequences], np.int64)
 
     @property

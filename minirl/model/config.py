@@ -65,7 +65,7 @@ def is_adapter(name: str) -> bool:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape and features of a decoder, read from config.json by `families.read_config`."""
+    """A decoder's shape and features, read from config.json by `families.read_config`."""
 
     vocab_size: int
     hidden_size: int

@@ -20,7 +20,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, computed in fp32 and rounded once.
 
-    Hugging Face also rounds before it multiplies by the weight; in 16 bits, the two differ in the last bit.
+    Hugging Face also rounds before it multiplies by the weight; in 16-bit dtypes, the two differ in the last bit.
     adds_one: whether to multiply by 1 + weight, summed in fp32.
     """
 

@@ -262,7 +262,7 @@ class DecodeIndex(NamedTuple):
     keys int64 [B, n x BLOCK]: the position of each entry's keys in the request's sequence.
     unused_entries bool [B, 1, n, 1]: entries beyond a request's last block. Their results are set to 0.
 
-    The portable kernel multiplies each block once, for all of its users, the requests that read it. Each user has a
+    The portable kernel multiplies each block once, for all of its users (the requests that read it). Each user has a
     slot per KV head, which holds the g query heads that share this KV head: g rows of the products. All blocks of a
     batched product must have the same number of slots, so there are up to two `block_sets`, each with its rows:
 

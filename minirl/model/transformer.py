@@ -92,7 +92,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
-        # On the CPU, recomputing the activation would take at least 4 % of the MLP's time.
+        # On the CPU, recomputing the activation would take at least 4% of the MLP's time.
         if x.device.type == "cpu":
             return self.down_proj(self.activate(gate) * up)
         return self.down_proj(GatedActivation.apply(gate, up, self.activate))
