@@ -8,7 +8,7 @@ keys.
 A graph also stores the addresses of the weights, which never change, and of the key/value cache, so it lives as long as
 the cache. Each batch size is captured on first use, which costs about three eager steps. On the CPU, nothing is
 captured: for tests, the same buffers are passed to the eager step. Steps in which the host reads from the device, as in
-some transformers modules, cannot be captured and stay eager, too.
+some transformers modules, cannot be captured and stay eager as well.
 """
 
 import functools
@@ -71,7 +71,7 @@ class DecodeGraphs:
         Return None if the host reads from the device during the step. These runs, and the replay that follows, all
         write the same keys and values to the same cache slots.
 
-        `torch.cuda.graph` is avoided: each time it returns all cached memory to the system, including the host's pinned
+        `torch.cuda.graph` is avoided: each time, it returns all cached memory to the system, including pinned host
         memory, and getting it back takes seconds.
         """
         step(*buffers)

@@ -1,9 +1,9 @@
 """Decode attention over block tables as a Triton kernel for CUDA.
 
 It reads pools in the portable kernel's layout, so one layout serves both: a key block [C, BLOCK] is the right operand
-of its product without a transpose. Scores, softmax and sums are fp32. Each program reads the keys of one request and
-KV head, or a split of them if there are few requests. Data beyond a request's keys has no effect, even NaN, so blocks
-need no clearing. The launch depends only on argument shapes, so that a CUDA graph can replay it.
+of its product without a transpose. Scores, softmax and sums are computed in fp32. Each program reads the keys of one
+request and KV head, or a split of them if there are few requests. Data beyond a request's keys has no effect, even NaN,
+so blocks need no clearing. The launch depends only on argument shapes, so that a CUDA graph can replay it.
 """
 
 import torch
