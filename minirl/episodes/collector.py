@@ -1,13 +1,13 @@
-"""The collector connects engine and update: it turns prompts into complete groups of rewarded rollouts.
+"""The collector sits between the engine and the update: it turns prompts into complete groups of rewarded rollouts.
 
-A step's groups depend on the prompts, the rollout lengths and the rewards, but not on timing. They are the same on any
+A step's groups depend on the prompts, the rollout lengths and the rewards, but not on timing. They are the same for any
 number of ranks and in every run.
 
 With `max_staleness`, a rollout may continue in a later step, under new weights. All in-flight rollouts then decode in
 rounds of a few tokens each. The step ends after the first round that completes enough groups, and takes the first ones
-in prompt order. It does not wait for slow rollout functions or rewards, so its groups may then depend on timing. Both
-unfinished rollouts and complete ones that no step has taken are in flight. A checkpoint stores the ordinals of their
-prompts, which start over after a resume.
+in prompt order. It does not wait for slow rollout functions or rewards, so its groups may depend on timing. Rollouts
+are in flight until a step takes them, even when they are complete. A checkpoint stores the ordinals of their prompts,
+which start over after a resume.
 """
 
 import functools
@@ -36,9 +36,9 @@ ROUND_LIMITS = (4, 512)
 class Collector:
     """Collects rollouts for one prompt stream.
 
-    engine: samples the rollouts. in_flight: the prompts that have begun and that no step has taken.
-    temperature: sampling temperature of new rollouts, except greedy ones; a script may change it between steps.
-    evaluator: makes a runner for another prompt stream, with the same engine, rewards and rollout function.
+    engine: the engine that samples the rollouts. in_flight: the prompts that have begun but that no step has taken yet.
+    temperature: sampling temperature for new rollouts, except greedy ones; a script may change it between steps.
+    evaluator: factory of runners for other prompt streams, with the same engine, rewards and rollout function.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class Collector:
     ):
         """functions: the K rewards, keyed by name. rollout: see `episode`. call_timeout: see `EpisodeRunner`.
 
-        max_turns: maximum number of turns per episode (0: MAX_TURNS).
+        max_turns: maximum number of turns per episode (0 means MAX_TURNS).
         group_size: sampled rollouts per prompt, in addition to `num_greedy` greedy ones.
-        reward_weights: fp64 [K]; None: 1 for each reward.
-        max_refills: number of times per step to replace groups whose first reward has zero variance with groups of new
-        prompts. After that, such groups fill up the step. None: never replace them.
-        max_staleness: maximum number of steps between a rollout's first token and the step that trains on it. 0: each
-        step trains only on rollouts that it began.
+        reward_weights: fp64 [K]; None gives each reward weight 1.
+        max_refills: number of times per step to replace groups whose first reward has zero variance with groups for new
+        prompts. After that, such groups fill the rest of the step. With None, they are never replaced.
+        max_staleness: maximum number of steps between a rollout's first token and the step that trains on it. With 0,
+        each step trains only on rollouts that it began.
         """
         self.engine = engine
         self.temperature = temperature
@@ -92,13 +92,13 @@ class Collector:
         self._rewarded = self._queue.finish([])
 
     def collect(self, num_groups: int, *, weight_version: int = 0) -> Groups:
-        """Collect the groups of the next step (collective).
+        """Collect the groups for the next step (collective).
 
-        weight_version: version of the current weights. Raises RewardError or RolloutError naming function and row.
+        weight_version: version of the current weights. Raises RewardError or RolloutError, naming the function and row.
         """
         num_wanted = num_groups
         with self._runner.in_step():
-            # Zero-variance groups are replaced with groups of new prompts, up to `max_refills` times; then they stay.
+            # Zero-variance groups are replaced with groups for new prompts, up to `max_refills` times; then they stay.
             for num_refills in itertools.count():
                 if self.in_flight.max_staleness:
                     ready = self._run_rounds(num_groups, num_wanted, weight_version)
@@ -123,15 +123,15 @@ class Collector:
         return selection.groups
 
     def take_count(self, name: str) -> int:
-        """Return one of this rank's counters and reset it. Rollouts that no step takes count, too.
+        """Return one of this rank's counters and reset it. Rollouts that no step takes are counted as well.
 
-        name: "sampled_tokens"; "tool_results", the number of appended tool results; "tool_errors", the number of errors
-        among them.
+        name: "sampled_tokens"; "tool_results", the number of appended tool results; or "tool_errors", the number of
+        those results that are errors.
         """
         return self._runner.counts.pop(name, 0)
 
     def close(self) -> None:
-        """Cancel the in-flight rollouts, and let their functions clean up. Not collective."""
+        """Cancel the in-flight rollouts and let their functions clean up. Not collective."""
         self._runner.close()
 
     @functools.cached_property
@@ -143,7 +143,7 @@ class Collector:
     def _run_rounds(self, num_groups: int, num_wanted: int, weight_version: int) -> set[int]:
         """Run rounds until `num_wanted` groups are ready, including those of all expiring prompts (collective).
 
-        Return the prompts of this rank's ready groups that are still in the queue.
+        Return the prompts whose ready groups are still in this rank's queue.
         """
         expiring = self.in_flight.expiring(num_groups)
         while len(ready := self._ready_prompts()) < num_wanted or not expiring <= ready:
@@ -154,7 +154,7 @@ class Collector:
         return self._queue.groups.keys() & ready
 
     def _ready_prompts(self) -> set[int]:
-        """Return the in-flight prompts whose groups are complete and rewarded, on all ranks (collective)."""
+        """Return the in-flight prompts whose groups are complete and rewarded, across all ranks (collective)."""
         # Groups that have just finished get the same grace period for rewards as functions get for replies.
         deadline = time.monotonic() + self._runner.reply_wait_s
         while self._queue.is_busy and (remaining_s := deadline - time.monotonic()) > 0:

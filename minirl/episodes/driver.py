@@ -1,4 +1,4 @@
-"""The driver runs the rollout function of one episode, and turns its requests into the engine's."""
+"""The driver runs the rollout function of one episode and turns its requests into engine requests."""
 
 import asyncio
 import functools
@@ -55,7 +55,7 @@ class UserRollout:
 
 
 def check_rollout_function(function: Callable[..., Any], what: str) -> None:
-    """Raise InputError with the prefix `what` unless the function is an `async def` without `yield`."""
+    """Raise InputError, prefixed with `what`, unless the function is an `async def` without `yield`."""
     refuse(
         not inspect.iscoroutinefunction(function),
         f"{what}: expected `async def {function_name(function)}(episode)` with `turn = await episode.generate()`, and "
@@ -64,20 +64,21 @@ def check_rollout_function(function: Callable[..., Any], what: str) -> None:
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """Return the function's name for messages."""
+    """Return the function's name for error messages."""
     return getattr(function, "__name__", "rollout")
 
 
 class Driver:
     """Runs the rollout function of one episode as a task on the event loop, including its cleanup.
 
-    The function replies each time it requests a turn, and once more when it ends. `begin_turn` makes the turn, and
-    `next_engine_request` the engine request for it. `receive_tokens` hands the finished turn to the function; `fail`
-    raises the error of a rejected request there.
+    The function replies each time it requests a turn, and once more when it ends. `begin_turn` creates the turn, and
+    `next_engine_request` creates the engine request for it. `receive_tokens` hands the finished turn to the function.
+    If a request is rejected, `fail` raises the error inside the function.
 
-    budget: tokens that the episode may still sample in this round. branch: the branch of the last turn request. turn:
-    the last turn that began. has_begun: whether any turn has begun. tokens: all tokens of the turn's branch after its
-    prompt, including the ones that the turn appends. last_rejection: the error of the last rejected request, if any.
+    budget: number of tokens that the episode may still sample in this round. branch: the branch of the last turn
+    request. turn: the last turn that began. has_begun: whether any turn has begun. tokens: all tokens after the prompt
+    of the turn's branch, including those that the turn appends. last_rejection: the error from the last rejected
+    request, if any.
     """
 
     budget: int
@@ -103,20 +104,20 @@ class Driver:
         self._prompts = prompts
         self._function = function
         self._replies = replies
-        # Done while the function works on its next reply.
+        # This future is done while the function works on its next reply.
         self._turn_future: asyncio.Future[Turn] = event_loop().create_future()
         self._turn_future.cancel()
         self.task = event_loop().create_task(self._run())
 
     @property
     def origin(self) -> str:
-        """Function and row, for error messages."""
+        """The function and row, for error messages."""
         return f"{function_name(self._function)}(episode), for the row at {self.episode.row.origin}"
 
     def begin_turn(self, turn_request: TurnRequest) -> bool:
         """Begin the turn that the function requests; return False if there is no room for it.
 
-        Raises InputError, naming the function and row for an invalid request.
+        Raises InputError for an invalid request, naming the function and row.
         """
         episode = self.episode
         refuse(
@@ -162,7 +163,7 @@ class Driver:
         return replace(self._request, sampled=self.tokens, max_new_tokens=limit)
 
     def receive_tokens(self, sequence: SampledSequence) -> bool:
-        """Store sampled tokens. Return whether they finish the turn, which the function then gets."""
+        """Store sampled tokens; return whether they finish the turn. A finished turn is handed to the function."""
         num_tokens = len(sequence.after_prompt)
         self.budget -= num_tokens - len(self.tokens)
         self.tokens = sequence.after_prompt
@@ -185,7 +186,7 @@ class Driver:
     def cancel(self) -> None:
         """Cancel the function at its `await`, unless it is already cleaning up.
 
-        Its `finally` runs in the next slice of the event loop, and it sends no further reply.
+        Its `finally` runs in the next slice of the event loop, and the function sends no further reply.
         """
         if not self.episode.is_closed:
             self.episode.is_closed = True
@@ -194,8 +195,8 @@ class Driver:
     def rollout(self, finish_reason: str | None, rewards: Mapping[str, float | None]) -> Rollout:
         """Return the rollout up to the end of the last turn. Raises InputError for an episode without turns.
 
-        finish_reason: finish reason of the rollout and of its last requested branch; None takes the last turn's.
-        All other branches keep the finish reason of their own last turn. rewards: all rewards, keyed by name.
+        finish_reason: finish reason of the rollout and of its last requested branch; None means the last
+        turn's. All other branches keep the finish reason of their own last turn. rewards: all rewards, keyed by name.
         """
         episode = self.episode
         branches = [branch for branch in episode.branches if branch.turns]
@@ -291,7 +292,7 @@ class Driver:
 
 @functools.cache
 def make_stop_test(tokenizer: Tokenizer, strings: tuple[str, ...]) -> StopStrings:
-    """Return the stop test of these strings. Turns with the same strings share it; the engine runs it once per step."""
+    """Return the stop test for these strings, shared by all turns with them; the engine runs it once per step."""
     return StopStrings(tokenizer, strings)
 
 

@@ -5,7 +5,8 @@
         await episode.generate(after=await look_up(turn.text))
 
 The engine samples the turns of all episodes together. Nothing is retokenized: sampled tokens stay as they are, and
-appended text is tokenized on its own. So are appended messages, which the chat template renders.
+appended text is tokenized on its own. Appended messages are rendered with the chat template and then tokenized in the
+same way.
 """
 
 import copy
@@ -25,7 +26,7 @@ from minirl.files.user_code import short_repr
 from minirl.rewards.calls import MAX_REWARD, validate_number
 from minirl.rollouts import Request, SampledSequence, Stream, TurnRecord
 
-# Valid arguments of `Episode.end`.
+# Valid arguments to `Episode.end`.
 END_REASONS = (
     "stop",
     "length",
@@ -45,9 +46,9 @@ class TurnRequest:
     """A request to append tokens and then sample a turn.
 
     after: text, token ids or, between turns of a chat, messages as `read_message` returns them. Tool results may have
-    content other than text: the chat template gets it as text, reward functions get it unchanged.
+    non-text content, which the chat template gets as text and reward functions get unchanged.
     stop: strings that end the turn, like the model's stop tokens. The token that completes a stop string is kept whole.
-    max_tokens: maximum number of tokens to sample; None: as many as fit.
+    max_tokens: maximum number of tokens to sample; None for as many as fit.
     branch: index of the episode's branch.
     """
 
@@ -57,7 +58,7 @@ class TurnRequest:
     branch: int
 
     def __post_init__(self) -> None:
-        """Raise InputError naming the invalid field. `Driver` checks the contents of `after` when it tokenizes them."""
+        """Raise InputError, naming the invalid field. `Driver` checks the contents of `after` while tokenizing."""
         refuse(
             not isinstance(self.after, str | list | tuple),
             f"generate(after={self.after!r:.80}): expected text, a list of token ids, or messages",
@@ -140,8 +141,8 @@ class Branch:
     prompt; None: the run's tools.
 
     The driver sets three more fields. request: the engine request without sampled tokens; its prompt is empty until the
-    first turn of a branch that the function began. request_turn: samples a turn. engine_tokens: the tokens of its
-    finished turns.
+    first turn of a branch that the function began. request_turn: async function that samples a turn. engine_tokens: the
+    tokens of its finished turns.
     """
 
     prompt: str | Messages | list[int]
@@ -164,7 +165,7 @@ class Branch:
 
     @property
     def remaining_tokens(self) -> int:
-        """The number of tokens that still fit, sampled and appended."""
+        """The number of tokens, sampled or appended, that still fit."""
         return self.request.max_new_tokens - self.num_tokens
 
     @property
@@ -174,11 +175,11 @@ class Branch:
 
     @property
     def messages(self) -> Messages:
-        """The conversation so far: the prompt, the answers, and the appended messages.
+        """The conversation so far: the prompt, the model's messages, and the appended messages.
 
-        A text prompt becomes a user message. An answer is all text between two messages, sampled or appended, without
-        special tokens. An answer that continues the prompt's last message is merged into it. Raises InputError if the
-        prompt is a list of token ids.
+        A text prompt becomes a user message. A model's message is all text, sampled or appended, between two other
+        messages, without special tokens. If it continues the prompt's last message, it is merged into that message.
+        Raises InputError if the prompt is a list of token ids.
         """
         refuse(
             is_token_ids(self.prompt),
@@ -206,8 +207,8 @@ class Branch:
         """Append `after`, sample a turn, and return the finished turn. See `TurnRequest`.
 
         after: may also be a single message; None appends nothing. If `after` leaves no room, or the episode reaches a
-        limit, the episode ends and its function is cancelled here. Raises InputError, naming an invalid argument, after
-        `end`, and while another turn of the episode is being sampled.
+        limit, the episode ends and its function is cancelled here. Raises InputError for an invalid argument, naming
+        it; also after `end`, and while another turn of the episode is being sampled.
         """
         strings = tuple(stop) if isinstance(stop, list | tuple) else (cast(str, stop),)
         appended = "" if after is None else _read_after(after)
@@ -222,9 +223,9 @@ class Episode:
     row: a copy of the data row. seed: seed for all randomness in this episode, the same in every run.
     tools: JSON schemas of the tools in the prompt. is_chat: whether the chat template rendered the prompt.
     temperature: sampling temperature of all turns. num_turns: number of finished turns in all branches.
-    given_rewards: rewards given so far, keyed by name; at the end also returned ones. None: the reward does not apply.
-    end_reason: the argument of `end`, if it was called. is_closed: whether the function has ended or was cancelled.
-    environment: the object of --environment, or any object that a function sets; reward functions get it.
+    given_rewards: rewards given so far and, at the end, returned; keyed by name. None if a reward does not apply.
+    end_reason: the argument to `end`, if it was called. is_closed: whether the function has ended or was cancelled.
+    environment: the --environment object, or any object that the function sets; reward functions get it.
     """
 
     environment: Any = None
@@ -265,7 +266,7 @@ class Episode:
 
     @property
     def remaining_tokens(self) -> int:
-        """The number of tokens that still fit into the first branch, sampled and appended."""
+        """The number of tokens, sampled or appended, that still fit into the first branch."""
         return self.branches[0].remaining_tokens
 
     def add_turn(self, turn: Turn) -> None:
@@ -280,7 +281,7 @@ class Episode:
         """Begin another branch with its own prompt: text, messages or token ids.
 
         Each branch is a separate training sample with the rollout's advantage; a rollout's branches share its weight in
-        the loss. tools: JSON schemas of the tools in a prompt of messages; None: the run's tools. Raises InputError for
+        the loss. tools: JSON schemas of the tools in a prompt of messages; None for the run's. Raises InputError for
         an invalid prompt.
         """
         if not is_token_ids(prompt):
@@ -298,7 +299,7 @@ class Episode:
         return branch
 
     def reward(self, value: float, name: str = REWARD) -> None:
-        """Add a value to one of the rollout's rewards. Raises InputError for an invalid value, and after the end."""
+        """Add a value to one of the rollout's rewards. Raises InputError for an invalid value and after the end."""
         origin = f"episode.reward, for the row at {self.row.origin}:"
         refuse(
             self.is_closed, f"{origin} the episode has ended; give rewards before `await episode.generate()`"
@@ -308,10 +309,10 @@ class Episode:
         self.given_rewards[name] = checked_reward(total, f"{origin} {name!r} adds up to")
 
     def end(self, reason: str) -> None:
-        """Set the finish reason of the episode; the function should return next.
+        """Set the episode's finish reason; the function should return next.
 
-        reason: one of `END_REASONS`, otherwise raises InputError. Without this call an episode has the finish reason of
-        its last turn.
+        reason: one of `END_REASONS`; raises InputError for any other. Without this call, an episode has the finish
+        reason of its last turn.
         """
         refuse(
             reason not in END_REASONS,
@@ -329,14 +330,14 @@ def _read_after(after: After | dict[str, str]) -> After:
 
 
 def checked_reward(value: Any, what: str) -> float:
-    """Return a reward as a float. Raises InputError with the prefix `what` unless it is a finite number."""
+    """Return a reward as a float. Raises InputError, prefixed with `what`, unless it is a finite number."""
     checked = validate_number(value)
     if not isinstance(checked, float):
         raise InputError(f"{what} {short_repr(value)}; a reward is a finite number of at most {MAX_REWARD:g}")
     return checked
 
 
-# Returns a dict of rewards (None where one does not apply), a number (the reward named "reward"), or None.
+# It returns a dict of rewards (None where one does not apply), a number (the reward named "reward"), or None.
 RolloutFunction = Callable[[Episode], Coroutine[Any, Any, Any]]
 
 

@@ -1,4 +1,4 @@
-"""The event loop for users' functions. It runs in slices, on the thread that also decodes."""
+"""The event loop for user functions. It runs in slices, on the thread that also decodes."""
 
 import asyncio
 import functools
@@ -37,5 +37,5 @@ class SlicedLoop(asyncio.SelectorEventLoop):
 
 @functools.cache
 def event_loop() -> SlicedLoop:
-    """Return the process's one loop, because users' files keep objects that are bound to a loop, such as clients."""
+    """Return the process's only event loop; user files may keep objects that are bound to it, such as clients."""
     return SlicedLoop()

@@ -8,7 +8,7 @@ from minirl.errors import refuse
 
 @dataclass
 class PromptsInFlight:
-    """The prompts that have begun and that no step has taken, with the step in which each began.
+    """The prompts that have begun but that no step has taken yet, with the step in which each began.
 
     Every rank has the same state. Steps take prompts in order, each at most `max_staleness` steps after it began.
     num_served: number of prompts drawn from the stream so far. num_steps: number of finished steps.
@@ -77,10 +77,10 @@ class PromptsInFlight:
     def num_to_begin(self, num_groups: int, *, num_wanted: int, num_ready: int) -> int:
         """Return the number of prompts to begin now, for a step of `num_groups` that needs `num_wanted` ready prompts.
 
-        Two steps' worth of prompts stay unfinished, so that long rollouts decode in a large batch. But no more prompts
-        are in flight than this step and the next `max_staleness` steps can take. With 4 groups per step and
-        `max_staleness` 2, up to 12 prompts may be in flight. If 7 are, 2 of them ready, then 5 are unfinished and
-        8 - 5 = 3 begin. If 10 are, 4 of them ready, then 12 - 10 = 2 begin.
+        Two steps' worth of prompts stay unfinished, so that long rollouts decode in a large batch. However,
+        there are never more prompts in flight than this step and the next `max_staleness` steps can take. With 4 groups
+        per step and `max_staleness` 2, up to 12 prompts may be in flight. If 7 are in flight and 2 of them are ready,
+        5 are unfinished, so 8 - 5 = 3 begin. If 10 are in flight and 4 of them are ready, 12 - 10 = 2 begin.
         """
         num_unfinished = len(self) - num_ready
         num_allowed = num_wanted + num_groups * self.max_staleness - len(self)

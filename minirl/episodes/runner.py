@@ -6,17 +6,18 @@ The life of a rollout:
 2. The function requests a turn. The first turns of all G rollouts start together and share one prefill.
 3. Each engine step samples one token per turn; between steps, functions work on their next replies.
 4. A turn ends at a stop token or string, or is truncated at its limit ("length"). The function gets the turn either
-   way. It may append tokens and request another turn, of this branch or another.
+   way. It may append tokens and request another turn, on this branch or another.
 5. The episode ends when its function returns. It also ends when a requested turn has no room or exceeds `max_turns`:
-   the function is cancelled, and the turns so far become the rollout, with the limit as finish reason.
+   the function is cancelled, and the turns so far become the rollout, with the limit as the finish reason.
 6. When the last rollout of a prompt has ended, the whole group enters the reward queue, from which a step takes it.
 7. An invalid request raises InputError in the function. The run fails if a function raises, exceeds its time limit or
-   returns anything but rewards: RolloutError names function, row and turn, and all other functions are cancelled.
+   returns anything but rewards: RolloutError names the function, row and turn, and all other functions are cancelled.
 8. With `max_staleness`, a step decodes in rounds, each with a token budget per rollout. A rollout that has used its
-   budget pauses until the next round. A round waits only briefly for functions at work, for example on a tool call.
-9. At the end of a step, unfinished rollouts keep their tokens but lose their keys and values. Tool calls keep running.
-   The next step takes their results, prefills the tokens again under its own weights, and continues sampling.
-10. A checkpoint stores only the ordinals of their prompts, whose rollouts start over after a resume.
+   budget pauses until the next round. A round waits only briefly for functions that are still working, for example on
+   a tool call.
+9. At the end of a step, unfinished rollouts keep their tokens but lose their KV cache. Tool calls keep running. The
+   next step receives their results, prefills the tokens again under its own weights, and continues sampling.
+10. A checkpoint stores only the prompt ordinals of these rollouts, which start over after a resume.
 """
 
 import asyncio
@@ -37,7 +38,7 @@ from minirl.rewards.functions import RewardLike
 from minirl.rewards.reward_queue import RewardedRollouts, RewardQueue
 from minirl.rollouts import Request, Rollout, RolloutId
 
-# Maximum wait for replies while there is nothing to decode; after that, finished reward calls are polled.
+# Maximum time to wait for replies while there is nothing to decode, before reward calls are polled.
 IDLE_WAIT_S = 0.05
 # The turn limit without --max-turns, because some agents would never stop.
 MAX_TURNS = 1000
@@ -48,9 +49,9 @@ CLEANUP_S = 1.0
 
 
 class EpisodeRunner:
-    """Runs episodes in rounds. Collective only where ranks share the model's layers.
+    """Runs episodes in rounds. Collective only if ranks share the model's layers.
 
-    queue: computes the rewards of complete groups. counts: see `Collector.take_count`.
+    queue: the queue that computes the rewards of complete groups. counts: see `Collector.take_count`.
     reply_wait_s: maximum wait for the next reply in a round with a budget and nothing to decode.
     """
 
@@ -68,7 +69,7 @@ class EpisodeRunner:
     ):
         """functions: the K reward functions, keyed by name. rollout: see `episode`.
 
-        max_turns: maximum number of turns per episode (0: MAX_TURNS).
+        max_turns: maximum number of turns per episode (0 means MAX_TURNS).
         call_timeout: time limit (s) from a turn to the function's next request, and for a reward call in a thread.
         """
         self.engine = engine
@@ -83,7 +84,7 @@ class EpisodeRunner:
         self.counts: Counter[str] = Counter()
         # All open episodes, keyed by the id of their first branch, in the order in which they began.
         self._drivers: dict[RolloutId, Driver] = {}
-        # Episodes whose turn waits for the first turns of its group, or for the next round's budget.
+        # Episodes whose turn is waiting for the first turns of its group, or for the next round's budget.
         self._waiting: list[Driver] = []
         # The time at which each function began to work on its next reply, oldest first.
         self._working_since: dict[Driver, float] = {}
@@ -118,8 +119,8 @@ class EpisodeRunner:
         A group enters the queue when its last episode ends. With a budget, the round also ends when there is nothing to
         decode and no function has replied for `reply_wait_s`.
 
-        Raises InputError like `Engine.submit`, and RewardError. Raises RolloutError, naming the function, row and turn
-        if the function fails or does not catch the error of an invalid request.
+        Raises InputError as `Engine.submit` does, and RewardError. Raises RolloutError, naming the function, row and
+        turn, if the function fails or does not catch the error for an invalid request.
         """
         for driver in self._drivers.values():
             driver.budget = budget
@@ -173,7 +174,7 @@ class EpisodeRunner:
             event_loop().run_slice(0.01)
 
     def _submit_turns(self, weight_version: int) -> None:
-        """Submit the turns that need not wait. The first turns of a group go together, to share one prefill."""
+        """Submit the turns that need not wait. A group's first turns are submitted together, to share one prefill."""
         requests = []
         waiting, self._waiting = self._waiting, []
         for driver in waiting:
@@ -194,7 +195,7 @@ class EpisodeRunner:
             else:
                 self._waiting.append(driver)
         if self.engine.lacks_blocks:
-            # Waiting episodes sample no more in this round, so their blocks can go to others.
+            # Waiting episodes sample no more in this round, so other episodes can have their blocks.
             for driver in self._waiting:
                 self._release_requests(driver)
 
@@ -220,7 +221,7 @@ class EpisodeRunner:
                 raise self._rollout_error(driver, error) from None
         self._replies.clear()
         if self._call_timeout is not None and self._working_since:
-            # The check follows the slice, in which every result that arrived in time has become a reply.
+            # The check comes after the slice, which has turned every result that arrived in time into a reply.
             slowest, since = next(iter(self._working_since.items()))
             if time.monotonic() - since > self._call_timeout:
                 raise self._rollout_error(
@@ -229,14 +230,14 @@ class EpisodeRunner:
         return has_replies
 
     def _rollout_error(self, driver: Driver, error: InputError | str) -> RolloutError:
-        """Return the error with which a failed function ends the run."""
+        """Return the error that ends the run when a function fails."""
         num_turns = driver.episode.num_turns
         when = f"after turn {num_turns}" if num_turns else "before its first turn"
         origin = f"rollout {function_name(self._rollout)} for the row at {driver.episode.row.origin}"
         return RolloutError(escaped(f"{origin}, {when}: {error}"))
 
     def _begin_turn(self, driver: Driver, turn_request: TurnRequest) -> None:
-        """Begin the turn that a function requests. Without room, or past the turn limit, end the episode instead.
+        """Begin the turn that a function requests, or end the episode if there is no room or the turn limit is reached.
 
         An invalid request raises InputError in the function, which may catch it and continue.
         """
@@ -262,9 +263,9 @@ class EpisodeRunner:
                 self.counts["tool_errors"] += str(message["content"]).startswith(TOOL_ERROR)
 
     def _end_episode(self, driver: Driver, finish_reason: str | None, *, has_returned: bool = False) -> None:
-        """End an episode after its last turn, and queue its group if that is complete.
+        """End an episode after its last turn, and queue its group if the group is now complete.
 
-        finish_reason: None takes the last turn's. has_returned: whether the function returned before any limit. Raises
+        finish_reason: None means the last turn's. has_returned: whether the function returned before any limit. Raises
         InputError for an episode without turns, and for missing or unknown rewards.
         """
         given_rewards = driver.episode.given_rewards
@@ -288,7 +289,8 @@ class EpisodeRunner:
 def check_rewards(given_rewards: Collection[str], required_rewards: Collection[str], origin: str) -> None:
     """Raise InputError if a required reward is missing, or if the run uses no episode rewards but some were given.
 
-    given_rewards: names of the rewards that an episode gave or returned. required_rewards: names that the run uses.
+    given_rewards: names of the rewards that an episode gave or returned. required_rewards: names of those that the run
+    uses.
     """
     refuse(
         not all(isinstance(name, str) for name in given_rewards),

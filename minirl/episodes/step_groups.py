@@ -1,4 +1,4 @@
-"""Select the groups of a step. A group is all rollouts of one prompt; every rank knows the rewards of all groups."""
+"""Select the groups for a step. A group is all rollouts of one prompt; every rank knows the rewards of all groups."""
 
 from dataclasses import dataclass
 
@@ -62,7 +62,7 @@ class Selection:
     """The groups selected for a step. All fields except `remaining` are the same on every rank.
 
     remaining: this rank's rollouts that later steps may select.
-    num_missing: number of groups still to collect (zero-variance groups do not count); negative for a surplus.
+    num_missing: number of groups still to collect (zero-variance groups do not count); negative if there is a surplus.
     num_zero_variance: number of groups whose first reward has zero variance, if such groups are replaced.
     ended_prompts: ordinals of the prompts whose groups were selected or dropped.
     """
@@ -104,7 +104,7 @@ def select_step(
     chosen = frozenset(ordinals[selected].tolist())
     ended_prompts = chosen.union(ordinals[is_zero_variance].tolist())
 
-    # This rank's rollouts, sorted by id as well.
+    # Sort this rank's rollouts by id as well.
     local = sorted((rollout.rollout_id, i) for i, rollout in enumerate(rewarded.rollouts))
     local_selected = [i for ids, i in local if ids.prompt_ordinal in chosen and ids.sample < group_size]
     local_remaining = [i for ids, i in local if ids.prompt_ordinal not in ended_prompts]
