@@ -37,7 +37,7 @@ class Signature(NamedTuple):
     is_async: bool
 
     def takes(self, argument: str) -> bool:
-        """Whether the function gets an argument, by name or through `**kwargs`; episode arguments only by name."""
+        """Whether the function gets an argument, by name or through `**kwargs`; episode arguments need the name."""
         return argument in self.parameters or (self.has_kwargs and argument not in EPISODE_ARGUMENTS)
 
 
@@ -77,9 +77,9 @@ def raised_message(error: BaseException) -> str:
 def validate_rewards(values: Any, texts: Sequence[str]) -> CallResult:
     """Return one float or None per completion, or an error message naming the first invalid value.
 
-    None means that the reward does not apply. A value may be a bool, int, float, Decimal, 0-d array or 0-d tensor of
-    magnitude up to MAX_REWARD. Tuples, arrays and tensors count as lists; strings, mappings and sets do not. texts: the
-    completions, possibly shortened.
+    None means that the reward does not apply. A value may be a bool, int, float, Decimal, 0-d array or 0-d tensor
+    with a magnitude of at most MAX_REWARD. Tuples, arrays and tensors count as lists; strings, mappings and sets do
+    not. texts: the completions, possibly shortened.
     """
     # 0-d arrays and tensors also have `__len__`, but it raises.
     has_length = hasattr(values, "__len__") and getattr(values, "ndim", 1) != 0

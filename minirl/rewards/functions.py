@@ -2,16 +2,16 @@
 
 A new reward is a function with TRL's interface. It is called with keyword arguments: `prompts`, `completions`,
 `completion_ids` and all other columns of the data, each a list with one entry per completion. It gets the arguments
-that it names, or all of them if it takes `**kwargs`. It returns one number per completion, of magnitude up to 1e12, or
-None where the reward does not apply. It may be an `async def`. For text prompts, completions are text; for chat
+that it names, or all of them if it takes `**kwargs`. It returns one number per completion, of magnitude at most 1e12,
+or None where the reward does not apply. It may be an `async def`. For text prompts, completions are text; for chat
 prompts, they are the messages after the prompt, such as `[{"role": "assistant", "content": text}]`.
 
 A function may name further arguments, also lists with one entry per completion. `episodes` are dicts with the
 conversation, turns and more (`PromptGroup.episodes`). Functions that run in this process can also name `environments`,
-the objects of --environment, and `rollouts`, the `Rollout` objects. All other arguments are copies, which the function
+the --environment objects, and `rollouts`, the `Rollout` objects. All other arguments are copies, which the function
 may modify.
 
-The `Reward` of a function decides when and where it is called:
+A function's `Reward` decides when and where it is called:
 
     WorkerReward     once per prompt, in a process        --reward (`reward_workers`)
     FunctionReward   once per prompt, in a thread         the task's functions, functions that a script passes to
@@ -50,7 +50,7 @@ from minirl.rewards.calls import (
 )
 from minirl.rollouts import Rollout, SampledSequence
 
-EPISODE = "episode"  # in --reward, instead of a file or module: the rewards that episodes give
+EPISODE = "episode"  # value of --reward that stands for the rewards that episodes give
 # Arguments whose entries are live objects of this process, which are neither sent to workers nor copied.
 OBJECT_ARGUMENTS = ("environments", "rollouts")
 MAX_CONCURRENT_CALLS = 256  # concurrent calls of an `async def`, in this process or in a worker
@@ -61,7 +61,7 @@ class PromptGroup:
     """The rollouts of one prompt, in sample order, and the arguments that reward functions get for them.
 
     The attributes named in STANDARD_ARGUMENTS and EPISODE_ARGUMENTS are arguments, with one entry per rollout.
-    texts: the completions without special tokens. seed: seed of the global random generators in a worker's `def` call.
+    texts: the completions without special tokens. seed: seed for a `def` call's global random generators in a worker.
     """
 
     row: Row
@@ -77,7 +77,7 @@ class PromptGroup:
 
     @cached_property
     def completions(self) -> Sequence[str | Messages]:
-        """The completions as text, or for chat prompts as the messages after the prompt."""
+        """The completions as text or, for chat prompts, as the messages after the prompt."""
         if isinstance(self.row.prompt, str):
             return self.texts
         return [completion_messages(rollout, self.tokenizer) for rollout in self.rollouts]
@@ -96,7 +96,7 @@ class PromptGroup:
     def episodes(self) -> list[dict[str, Any]]:
         """One JSON-serializable dict per rollout.
 
-        row: prompt, columns and origin. messages: the whole conversation. text, tokens: the completion and its ids.
+        row: its prompt, columns and origin. messages: the whole conversation. text, tokens: the completion and its ids.
         finish_reason: the rollout's finish reason. turns: text, num_tokens and finish_reason per turn; empty for a
         rollout without an episode. rewards: all rewards that the episode gave; None where one does not apply.
         """
@@ -133,9 +133,9 @@ class PromptGroup:
         }
 
     def rewards_or_raise(self, name: str, answer: CallResult, *, where: str = "") -> Rewards:
-        """Return the rewards of a call. Raises RewardError, naming reward and row, if the call failed.
+        """Return the rewards of a call. Raises RewardError, naming the reward and row, if the call failed.
 
-        where: text about the call's other rows, appended to the row.
+        where: text about the call's other rows, appended to the row's origin.
         """
         if isinstance(answer, str):
             raise RewardError(escaped(f"reward {name} for the row at {self.row.origin}{where}: {answer}"))
@@ -143,7 +143,7 @@ class PromptGroup:
 
 
 class Reward(ABC):
-    """A reward of the run; decides when and where its function is called.
+    """One of the run's rewards; decides when and where its function is called.
 
     signature: the function's signature. episode_reward: name of the reward that it reads from episodes, if any.
     """
@@ -153,7 +153,7 @@ class Reward(ABC):
 
     @abstractmethod
     def submit(self, name: str, group: PromptGroup) -> Future[Any]:
-        """Submit the call for a group without waiting; return a future for its rewards, or for the input of `finish`.
+        """Submit the call for a group without blocking; return a future for its rewards, or for the input to `finish`.
 
         name: the reward's name, for the RewardError of a failed call.
         """
@@ -239,7 +239,7 @@ RewardLike = Reward | RewardFunction
 def overlong_penalty(*, limit: int, buffer: float) -> RewardFunction:
     """Return DAPO's soft overlong punishment (arXiv:2503.14476 eq. 13) as a reward function.
 
-    The penalty of a branch is 0 up to `limit - buffer` tokens, falls linearly to -1 at `limit` tokens and stays there.
+    The penalty for a branch is 0 up to `limit - buffer` tokens, falls linearly to -1 at `limit` tokens and stays there.
     The reward is the sum over the rollout's branches.
     """
 
@@ -271,7 +271,7 @@ def rewards_and_weights(
 
 
 def check_columns(rewards: Mapping[str, Reward], rows: Iterable[Row], *, has_environment: bool) -> None:
-    """Raise InputError, naming row, field and reward, if a row lacks a column that a reward function requires.
+    """Raise InputError, naming the row, field and reward, if a row lacks a column that a reward function requires.
 
     has_environment: whether the run uses --environment.
     """

@@ -30,7 +30,7 @@ def load_reward_model(
     template_arguments: Mapping[str, Any] | None = None,
     max_tokens: int,
 ) -> StepReward:
-    """Load a sequence classifier; its score at the last token of prompt plus completion is the reward.
+    """Load a sequence classifier; its score at the last token of the prompt plus completion is the reward.
 
     Not collective. Each rank holds a full replica and runs it on packed microbatches of up to `max_tokens` tokens.
     chat: whether to render text prompts with the chat template and `template_arguments`, as for the policy. Raises
@@ -51,7 +51,7 @@ def load_reward_model(
         sequences = []
         for prompt, completion in zip(prompts, completions, strict=True):
             ids = tokenizer.encode_with_completion(prompt, completion)
-            # transformers takes a classifier's score at the last token that is not config.json's pad token.
+            # transformers reads a classifier's score at the last token that is not config.json's pad token.
             while len(ids) > 1 and ids[-1] == pad_id:
                 del ids[-1]
             sequences.append(ids)

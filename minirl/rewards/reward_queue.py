@@ -1,4 +1,4 @@
-"""Compute rewards while other rollouts decode, with one call of each function per prompt."""
+"""Compute rewards while other rollouts decode, with one call to each function per prompt."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
@@ -17,7 +17,7 @@ from minirl.rollouts import Rollout
 
 @dataclass(frozen=True)
 class RewardedRollouts:
-    """N rollouts of this rank with their K rewards. All fields have one entry per rollout.
+    """This rank's N rollouts, with K rewards each. All fields have one entry per rollout.
 
     texts: the completions without special tokens. rewards: fp64 [N, K]; NaN where a reward does not apply.
     """
@@ -45,9 +45,9 @@ class RewardedRollouts:
 class RewardQueue:
     """Computes rewards while other rollouts decode. Not collective.
 
-    Each call gets one prompt's completions in sample order. In a worker it also gets the seed of the first rollout.
+    Each call gets one prompt's completions in sample order. In a worker process, it also gets the first rollout's seed.
 
-    groups: the groups not taken yet, with their calls, keyed by prompt ordinal.
+    groups: the groups that have not been taken yet, with their calls, keyed by prompt ordinal.
     episode_rewards: names of the rewards that episodes must give.
     """
 
@@ -71,7 +71,7 @@ class RewardQueue:
         self.groups: dict[int, tuple[PromptGroup, list[Future[Any]]]] = {}
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
-        """Add all rollouts of one prompt, in any order, and submit their reward calls without waiting."""
+        """Add all rollouts of one prompt, in any order, and submit their reward calls without blocking."""
         rollouts = sorted(rollouts, key=lambda rollout: rollout.rollout_id.sample)
         ordinal = rollouts[0].rollout_id.prompt_ordinal
         tokenizer = self._prompts.tokenizer

@@ -20,7 +20,7 @@ from minirl.rewards.calls import LOAD_CALL, Rewards, Signature
 from minirl.rewards.functions import MAX_CONCURRENT_CALLS, PromptGroup, Reward
 
 PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from minirl.rewards.worker import main; main()"
-LOAD_TIMEOUT_S = 60.0  # time for the imports of the user's file, in addition to the time limit of a call
+LOAD_TIMEOUT_S = 60.0  # time to import the user's file, in addition to a call's time limit
 MAX_ANSWER_BYTES = 1 << 26
 INVALID_ANSWER = (
     "its worker process sent an invalid answer; does its code write to file descriptors that it did not open?"
@@ -31,7 +31,7 @@ class WorkerReward(Reward):
     """A reward function that runs in worker processes; the trainer does not load its file.
 
     A process runs one call at a time, or up to MAX_CONCURRENT_CALLS of an `async def`. One trainer thread waits for all
-    processes. On rank 0, the output of the calls goes to stderr. After a process is lost, all later calls fail with the
+    processes. On rank 0, the calls' output goes to stderr. Once a process is lost, all later calls fail with the
     same error. Not collective.
     """
 
@@ -159,7 +159,7 @@ class _Process:
             while line := await self._answers.readline():
                 call_id, answer = json.loads(line)
                 self.pending_calls[call_id].set_result(answer)
-            # Kill a process that only closed its pipes. For one that has exited, this changes nothing.
+            # Kill a process that only closed its pipes. If it has already exited, this does nothing.
             self._kill()
             reason = _exit_description(await self._process.wait())
         self._kill()

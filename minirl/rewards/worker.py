@@ -2,7 +2,7 @@
 
 The protocol is one JSON list per line. A request is [call id, arguments, texts, seed]; its answer is
 [call id, result of `call_function`]. The first answer has no request: it is [LOAD_CALL, the function's `Signature`], or
-[LOAD_CALL, an error message]. The output of user code goes to stderr.
+[LOAD_CALL, an error message]. User code's output goes to stderr.
 
 Imports only the standard library, so that the process starts quickly.
 """
