@@ -1,4 +1,4 @@
-"""Read rows of Parquet files, dataset folders and hub datasets with `datasets`: `pip install -e '.[data]'`."""
+"""Read rows from Parquet files, dataset folders and Hub datasets with `datasets`: `pip install -e '.[data]'`."""
 
 import os
 from collections.abc import Iterator
@@ -6,16 +6,16 @@ from typing import Any
 
 from minirl.errors import InputError, refuse
 
-# Fields with nested objects, whose missing keys Arrow pads with nulls. Chat templates would show the nulls.
+# Fields with nested objects, whose missing keys Arrow pads with nulls. Chat templates would render the nulls.
 PADDED_FIELDS = {"prompt", "tools"}
 
 
 def dataset_objects(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the origin, "source row N", and the fields of each row as Python values.
+    """Yield each row's origin, "source row N", and its fields as Python values.
 
-    source: a Parquet file, or NAME[:CONFIG[:SPLIT]], where NAME is a folder or a hub id. One rank downloads and
-    prepares what is not cached; the others wait for its file locks and then read the cache. Raises InputError naming
-    the source, and its splits if SPLIT is missing or unknown.
+    source: a Parquet file, or NAME[:CONFIG[:SPLIT]], where NAME is a folder or a Hub id. One rank downloads and
+    prepares what is not cached; the others wait for its file locks and then read the cache. Raises InputError, naming
+    the source; also its splits, if SPLIT is missing or unknown.
     """
     is_file_name = source.endswith((".jsonl", ".json", ".parquet"))
     refuse(is_file_name and not os.path.exists(source), f"there is no file {source}")

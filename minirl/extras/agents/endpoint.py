@@ -1,4 +1,4 @@
-"""Agents with their own loop: each episode serves OpenAI's chat completions at a local URL.
+"""Agents with their own loop: each episode serves OpenAI's chat completions API at a local URL.
 
     @serve
     async def agent(url, episode):
@@ -6,8 +6,8 @@
         ...
         return 1.0
 
-is a rollout function, for `--rollout`. Each request of the agent is a turn of its episode. A request that continues a
-branch only appends tokens, so that sampled tokens are never retokenized. Any other request begins a new branch.
+is a rollout function, for `--rollout`. Each of the agent's requests is a turn of its episode. A request that continues
+a branch only appends tokens, so that sampled tokens are never retokenized. Any other request begins a new branch.
 """
 
 import asyncio
@@ -44,8 +44,8 @@ Completion = dict[str, Any]
 def serve(agent: Callable[[str, Episode], Any]) -> RolloutFunction:
     """Return a rollout function that runs an agent against the episode's URL.
 
-    agent: takes the URL and the episode; returns a reward, or a dict of rewards. It is an `async def`, or a blocking
-    function, which runs in a thread.
+    agent: a function that takes the URL and the episode and returns a reward, or a dict of rewards. It is an `async
+    def`, or a blocking function, which runs in a thread.
 
     Order: an episode's requests run one at a time. A turn is not trained on if its client disconnects.
     End: when the episode ends, an `async def` is cancelled, a command is killed, and a thread's requests fail.
@@ -93,7 +93,7 @@ class Endpoint:
         self._episode = episode
         # The messages of each branch so far, as the agent sees them: normalized by `read_client_message`.
         self._branch_messages: dict[Branch, Messages] = {episode.branches[0]: prompt}
-        # Requests run one at a time, in order of arrival. A turn is sampled to its end even if its client disconnects.
+        # Requests run one at a time, in order of arrival. Every turn is completed, even if its client disconnects.
         self._turn_lock = asyncio.Lock()
         self._answer_tasks: dict[asyncio.Future[Completion], asyncio.Task[None]] = {}
 
@@ -176,7 +176,7 @@ class Endpoint:
 
 
 def drop_last_turn(branch: Branch) -> None:
-    """Remove a branch's last turn, which no client received, from the rollout. The branch cannot continue then."""
+    """Remove a branch's last turn, which no client received, from the rollout. The branch cannot continue."""
     branch.turns.pop()
     if branch.turns:
         sequence = branch.engine_tokens.sequence

@@ -75,7 +75,7 @@ def read_request(given: Any, episode: Episode) -> ChatRequest:
 
 
 def read_client_message(message: Any, origin: str) -> dict[str, Any]:
-    """Return a message as `read_message` does, without answer fields that agents may not send back."""
+    """Return a message as `read_message` does, without response fields that agents might not send back."""
     read = read_message(message, origin)
     return {
         key: read[key] for key in ("role", "content", "name", "tool_call_id", "tool_calls") if key in read
@@ -109,13 +109,13 @@ def _assistant_message(turn: Turn, request: ChatRequest) -> dict[str, Any]:
     for i, call in enumerate(answer.get("tool_calls", ())):
         arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         function = {"name": call["function"]["name"], "arguments": arguments}
-        # Some templates accept only ids of exactly nine letters and digits.
+        # Some templates accept only ids of exactly nine alphanumeric characters.
         calls.append({"id": f"c{turn.number:05}{i:03}", "type": "function", "function": function})
     return {**message, "tool_calls": calls} if calls else message
 
 
 def chat_completion(turn: Turn, branch: Branch, request: ChatRequest) -> dict[str, Any]:
-    """Return the response to a request, in the format without `stream`."""
+    """Return the response to a request, in the non-streaming format."""
     message = _assistant_message(turn, request)
     is_call = "tool_calls" in message and turn.finish_reason == "stop"
     finish_reason = "tool_calls" if is_call else turn.finish_reason

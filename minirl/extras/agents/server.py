@@ -1,6 +1,6 @@
 """The HTTP server for a rank's episodes, on 127.0.0.1. Each episode has a URL with a random path.
 
-It runs on the event loop of users' functions, from the first `open` to the end of the process. Not collective.
+It runs on the user functions' event loop, from the first `open` to the end of the process. Not collective.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from minirl.errors import InputError
 
-# Maximum size of a request.
+# Maximum size of a request body, in bytes.
 MAX_BODY_BYTES = 1 << 22
-# Connections that the system queues until the event loop accepts them, because all agents may connect at once.
+# Number of connections that the OS queues until the event loop accepts them, because all agents may connect at once.
 BACKLOG = 4096
 # The routes at an episode's URL.
 ROUTES = {"POST chat/completions", "GET models"}

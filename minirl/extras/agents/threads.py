@@ -1,4 +1,4 @@
-"""Run users' blocking calls in threads, off the event loop's thread, which also decodes."""
+"""Run user code's blocking calls in threads, off the event loop's thread, which also decodes."""
 
 import asyncio
 from collections.abc import Callable

@@ -4,7 +4,7 @@ The conventions follow TRL's GRPOTrainer (`tools`, `environment_factory`). Tools
 docstrings. An environment is a class with `reset(**row) -> str | None`; its other public methods are the tools. Its
 reward comes from its `get_reward()`, or from a reward function with the argument `environments`.
 
-All plain functions of an episode run in one thread, in call order, because a database connection or a browser may be
+An episode's plain functions all run in one thread, in call order, because a database connection or a browser may be
 bound to the thread that opened it.
 """
 
@@ -35,9 +35,9 @@ def tools_rollout(tools: Sequence[Callable[..., Any]]) -> UserRollout:
 
 
 def environment_rollout(factory: Callable[[], Any]) -> UserRollout:
-    """Return the rollout function of --environment. Make one object to inspect its methods.
+    """Return the rollout function of --environment. Creates one object to inspect its methods.
 
-    Raises InputError for a class without `reset` and for invalid tools. Propagates exceptions of the class.
+    Raises InputError for a class without `reset` and for invalid tools. Propagates the class's exceptions.
     """
     environment = factory()
     refuse(not hasattr(environment, "reset"), f"{factory.__name__} has no method reset(**row)")
@@ -87,7 +87,7 @@ class EpisodeTools:
     """
 
     def __init__(self, functions: Sequence[Callable[..., Any]], factory: Callable[[], Any] | None):
-        """functions: the tools, if there is no `factory`. factory: makes the environment object."""
+        """functions: the tools, if there is no `factory`. factory: creates the environment object."""
         self.by_name = {tool.__name__: tool for tool in functions}
         self._factory = factory
         self._environment: Any = None
