@@ -175,10 +175,10 @@ class Branch:
 
     @property
     def messages(self) -> Messages:
-        """The conversation so far: the prompt, the model's messages, and the appended messages.
+        """The conversation so far: the prompt, the assistant messages, and the appended messages.
 
-        A text prompt becomes a user message. A model's message is all text, sampled or appended, between two other
-        messages, without special tokens. If it continues the prompt's last message, it is merged into that message.
+        A text prompt becomes a user message. An assistant message is all text, sampled or appended, between two
+        other messages, without special tokens. If it continues the prompt's last message, it is merged into that one.
         Raises InputError if the prompt is a list of token ids.
         """
         refuse(
