@@ -15,10 +15,10 @@ from minirl.data.chat_tokenizer import ChatTokenizer
 from minirl.data.messages import check_text
 from minirl.errors import refuse
 
-# How many tokens before a turn are searched for an open <think>. The turn's own message begins after a special token.
+# Number of tokens before a turn to search for an open <think>. The turn's own message begins after a special token.
 TAIL_TOKENS = 64
 _HERMES_TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-# A tool call of Hermes, Qwen2.5 and Qwen3: {"name": ..., "arguments": {...}} between tags.
+# A tool call in the format of Hermes, Qwen2.5 and Qwen3: {"name": ..., "arguments": {...}} between tags.
 _HERMES_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 # A Hermes call in a chat template, where quotes and newlines may come in between. In other formats, a tag or a name
 # follows <tool_call>.
@@ -26,13 +26,13 @@ _SHOWN_HERMES_CALL = re.compile(r'<tool_call>[^<]{0,40}\{\s*\\?"(name|arguments)
 
 
 def parse_answer(tokenizer: ChatTokenizer, ids: Sequence[int], before: NDArray[np.int64]) -> dict[str, Any]:
-    """Parse a turn's ids into a message: "role", "content" and, if present, "reasoning_content" and "tool_calls".
+    """Parse a turn's token ids into a message: "role", "content" and, if present, "reasoning_content" and "tool_calls".
 
     "tool_calls" is a list of {"type": "function", "function": {"name": ..., "arguments": {...}}}; "parse_error" says
-    why the answer, or its first malformed call, cannot be parsed.
+    why the turn, or its first malformed call, cannot be parsed.
 
-    before: the ids before the turn, int64 [L], which may have opened the reasoning. Raises InputError, naming the
-    tokenizer's folder if the model's tool-call format is unknown.
+    before: the token ids before the turn, int64 [L], which may have opened the reasoning. Raises InputError, naming
+    the tokenizer's folder, if the model's tool-call format is unknown.
     """
     if not uses_hermes_format(tokenizer):
         prefix = tokenizer.decode(before, skip_special_tokens=False)
@@ -51,7 +51,7 @@ def parse_answer(tokenizer: ChatTokenizer, ids: Sequence[int], before: NDArray[n
 
 
 def check_calls_parsable(tokenizer: ChatTokenizer) -> None:
-    """Raise InputError if tool calls cannot be parsed: not in Hermes format, and no usable response template."""
+    """Raise InputError if tool calls are not in Hermes format and no response template can parse them."""
     if not uses_hermes_format(tokenizer):
         reason = _parse_with_template(tokenizer, "", "").get("parse_error")
         refuse(

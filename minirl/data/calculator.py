@@ -25,7 +25,7 @@ score = exact_score(last_answer)
 
 
 def load_calculator(*, num_train: int = 4000, num_eval: int = 256) -> Task:
-    """Make the task from distinct random pairs of operands. Held-out pairs are never trained on."""
+    """Make the task from distinct random operand pairs. Held-out pairs are never trained on."""
     generator = random.Random(0)
     # A dict serves as an ordered set.
     pairs: dict[tuple[int, int], None] = {}
@@ -53,7 +53,7 @@ def has_call(completions: Sequence[str]) -> list[float]:
 
 
 def _examples(rows: Sequence[Row], generator: random.Random) -> list[Row]:
-    """Return three examples per row: begin the first turn, write the call and use its result."""
+    """Return three examples per row, which begin the first turn, write the call and use its result."""
     examples = []
     for row in rows:
         prompt = str(row.prompt)

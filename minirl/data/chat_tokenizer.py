@@ -32,8 +32,8 @@ class ChatTokenizer(Tokenizer):
     """A model's tokenizer that also encodes prompts and appended messages.
 
     chat: whether text prompts go through the chat template, as one user message. tools: JSON schemas of the tools shown
-    in prompts. chat_stop_ids: `stop_ids` plus the token that the chat template writes after an answer. vocab_size:
-    number of rows of the model's embedding.
+    in prompts. chat_stop_ids: `stop_ids` plus the token that the chat template writes after an assistant message.
+    vocab_size: number of rows in the model's embedding.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class ChatTokenizer(Tokenizer):
         tools: Sequence[Tool] = (),
         vocab_size: int | None = None,
     ):
-        """Load the tokenizer of a model folder.
+        """Load a model folder's tokenizer.
 
-        template_arguments: extra arguments of the chat template, see `check_arguments`. vocab_size: None for the
-        tokenizer's largest id + 1. Raises InputError like `Tokenizer` and `tool_schemas`.
+        template_arguments: extra arguments for the chat template; see `check_arguments`. vocab_size: None for the
+        tokenizer's largest id + 1. Raises InputError as `Tokenizer` and `tool_schemas` do.
         """
         super().__init__(folder)
         self.chat = chat
@@ -60,7 +60,7 @@ class ChatTokenizer(Tokenizer):
             self.chat_stop_ids |= self._turn_end_ids()
 
     def with_tools(self, tools: Sequence[Tool] | None) -> Self:
-        """Return a copy whose prompts show these tools, or self for None. Raises InputError like `tool_schemas`."""
+        """Return a copy whose prompts show these tools, or self for None. Raises InputError as `tool_schemas` does."""
         if tools is None or tools == self.tools:
             return self
         tokenizer = copy.copy(self)
@@ -72,7 +72,7 @@ class ChatTokenizer(Tokenizer):
         return self.chat or not isinstance(prompt, str)
 
     def stop_ids_of(self, prompt: Prompt) -> frozenset[int]:
-        """Return the ids that end a turn after a prompt."""
+        """Return the ids of the tokens that end a turn after this prompt."""
         return self.chat_stop_ids if self.is_chat(prompt) else self.stop_ids
 
     def notes(self, prompt: str | Messages) -> list[str]:
@@ -96,15 +96,15 @@ class ChatTokenizer(Tokenizer):
         return notes
 
     def encode(self, row: Row) -> list[int]:
-        """Return the token ids of one row's prompt, see `encode_all`."""
+        """Return the token ids of one row's prompt; see `encode_all`."""
         return next(self.encode_all([row]))
 
     def encode_all(self, rows: Sequence[Row]) -> Iterator[list[int]]:
         """Yield the token ids of each row's prompt, which shows the row's tools or else the run's.
 
         Text prompts begin with exactly one BOS token and never end with EOS, because the completion continues them.
-        Chat prompts have only the special tokens that the chat template writes. Raises InputError, naming the row if
-        its prompt cannot be encoded, is empty or has ids outside the model's vocabulary, and if row and run have
+        Chat prompts have only the special tokens that the chat template writes. Raises InputError, naming the row, if
+        its prompt cannot be encoded, is empty or has ids outside the model's vocabulary, or if the row and the run have
         different tools.
         """
         for first in range(0, len(rows), ROWS_PER_BATCH):
@@ -141,7 +141,7 @@ class ChatTokenizer(Tokenizer):
         """Return the ids to append between two turns. Text is tokenized without a leading space.
 
         after: messages must come from `read_message`. end_id: for messages, see `encode_following_messages`. Raises
-        InputError naming `origin` for messages that cannot be rendered, and for ids outside the model's vocabulary.
+        InputError, naming `origin`, for messages that cannot be rendered and for ids outside the model's vocabulary.
         """
         if is_messages(after):
             ids = self.encode_following_messages(after, origin, end_id=end_id)
@@ -155,7 +155,7 @@ class ChatTokenizer(Tokenizer):
         return ids
 
     def encode_with_completion(self, prompt: str | Messages, completion: str | Messages) -> list[int]:
-        """Return the token ids of a prompt and its complete answer, for a reward model.
+        """Return the token ids of a prompt and its whole completion, for a reward model.
 
         Text ends with exactly one EOS token, if the tokenizer has one; messages go through the chat template. Raises
         InputError if the template drops a message or a tool call.
@@ -173,7 +173,7 @@ class ChatTokenizer(Tokenizer):
         return self.encode_text(self.render_checked(messages + answers[1:], origin, is_prompt=False), origin)
 
     def check_ids(self, ids: Sequence[int], origin: str) -> None:
-        """Raise InputError naming the origin for an id outside the model's vocabulary."""
+        """Raise InputError, naming the origin, for an id outside the model's vocabulary."""
         largest = max(ids, default=0)
         refuse(
             largest >= self.vocab_size,
@@ -182,14 +182,14 @@ class ChatTokenizer(Tokenizer):
         )
 
     def encode_following_messages(self, messages: Messages, origin: str, *, end_id: int | None) -> list[int]:
-        """Return the ids of messages that follow an answer, from that answer's end to the start of the next one.
+        """Return the ids of messages that follow a sampled assistant message, up to the start of the next one.
 
-        The template might render the sampled answer differently, so that answer is never rendered
-        (`render_after_answer`).
+        The ids begin where the sampled message ends. That message is never rendered, because the template might render
+        it differently (`render_after_answer`).
 
-        end_id: the answer's last id if the model ended it, None if it was truncated. If the template closes an answer
-        with this id, the ids up to it are not repeated. Raises InputError, naming `origin` and the tokenizer's folder
-        if the last message is the assistant's, and for messages that the template rejects or does not show.
+        end_id: the sampled message's last id if the model ended it, None if it was truncated. If the template closes an
+        assistant message with this id, the ids up to it are not repeated. Raises InputError, naming `origin` and the
+        tokenizer's folder, if the last message is the assistant's or the template rejects or does not show a message.
         """
         refuse(
             messages[-1]["role"] == "assistant",
@@ -200,18 +200,18 @@ class ChatTokenizer(Tokenizer):
         marked_text = self.render_after_answer(marked, origin)
         self._check_marks_shown(marks, marked_text, origin)
         ids = self.encode_appended(self.render_after_answer(messages, origin), origin)
-        # What the template writes between the answer and the first message.
+        # The tokens that the template writes between the assistant message and the first message after it.
         separator_ids = self.encode_appended(marked_text.partition(next(iter(marks)))[0], origin)
-        # A stop string may also have ended the answer, with an ordinary token that also occurs in the separator.
+        # A stop string may have ended the message instead, with an ordinary token that also occurs in the separator.
         if end_id in separator_ids and (end_id in self.chat_stop_ids or end_id == separator_ids[0]):
             return ids[separator_ids.index(end_id) + 1 :]
         return ids
 
     def render_after_answer(self, messages: Messages, origin: str) -> str:
-        """Return what the chat template writes after an answer: these messages and the start of the next answer.
+        """Return the chat template's text after an assistant message: these messages and the start of the next one.
 
-        It renders a user message, a one-word answer and these messages, and returns the text after the word. Raises
-        InputError naming `origin`, also if the template does not show the word.
+        It renders a user message, a one-word assistant message and these messages, and returns the text after the word.
+        Raises InputError, naming `origin`; also if the template does not show the word.
         """
         conversation = [
             {"role": "user", "content": "a"},
@@ -228,10 +228,10 @@ class ChatTokenizer(Tokenizer):
         return after
 
     def render_checked(self, messages: Messages, origin: str, *, is_prompt: bool) -> str:
-        """Render messages with the chat template. Raises InputError also if it drops a message, tool call or tool.
+        """Render messages with the chat template. Raises InputError, also if it drops a message, tool call or tool.
 
-        Templates silently drop tools and unknown roles. So the messages are also rendered with marks in place of their
-        texts, and every mark must appear.
+        Templates silently drop tools and unknown roles. To detect this, the messages are also rendered with marks in
+        place of their texts, and every mark must appear.
         """
         text = self.render(messages, origin, is_prompt=is_prompt)
         marked, tools, marks = replace_with_marks(messages, self.tools)
@@ -242,8 +242,9 @@ class ChatTokenizer(Tokenizer):
     def render(self, messages: Messages, origin: str, *, is_prompt: bool) -> str:
         """Render messages and tools with the chat template and its arguments.
 
-        A prompt ends with the generation prompt. If its last message is the assistant's, the answer continues that
-        message, as in TRL. Raises InputError, naming `origin` and the folder if the template rejects the messages.
+        A prompt ends with the generation prompt. If its last message is the assistant's, the completion continues
+        that message, as in TRL. Raises InputError, naming `origin` and the folder, if the template rejects the
+        messages.
         """
         if self.backend.chat_template is None:
             hint = "leave out --chat" if self.chat else "use text prompts"
@@ -285,7 +286,10 @@ class ChatTokenizer(Tokenizer):
             )
 
     def _turn_end_ids(self) -> set[int]:
-        """Return the special token that the chat template writes after an answer; empty if that is a stop id."""
+        """Return the id of the special token that the chat template writes after an assistant message.
+
+        The set is empty if there is no such token, or if the template writes one of `stop_ids` there.
+        """
         try:
             text = self.render_after_answer([{"role": "user", "content": _MARK}], str(self.folder))
         except InputError:  # the template rejects this conversation

@@ -1,6 +1,6 @@
 """Convert a rollout's tokens to a conversation for reward functions, rollouts.jsonl and `minirl.extras.show`.
 
-Conversations are decoded on demand, as most are read once or never.
+Conversations are decoded on demand, because most are read once or never.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,9 +34,9 @@ def conversation_record(rollout: Rollout, tokenizer: ChatTokenizer) -> dict[str,
 
 
 def completion_messages(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
-    """Return the rollout's messages without the row's prompt, as far as they begin with it.
+    """Return the rollout's messages minus any leading messages from the row's prompt.
 
-    The prompt's last message may continue with the text from an environment's `reset`, or with the answer.
+    The prompt's last message may continue with the text from an environment's `reset`, or with the completion.
     """
     messages = rollout_messages(rollout, tokenizer)
     if not messages:
@@ -50,7 +50,7 @@ def completion_messages(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
     if first_message["role"] == last["role"] and str(first_message["content"]).startswith(
         str(last["content"])
     ):
-        if last["role"] == "assistant":  # its continuation is the answer, even an empty one
+        if last["role"] == "assistant":  # its continuation is the completion, even an empty one
             first_message["content"] = first_message["content"].removeprefix(last["content"])
         else:
             del messages[0]
@@ -60,7 +60,7 @@ def completion_messages(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
 def rollout_messages(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
     """Return the conversation of a rollout's last branch in TRL's format; [] if the branch begins with token ids.
 
-    Answers have no special tokens. If the model has tools, an answer of one turn also has its tool calls.
+    Messages have no special tokens. If there are tools, an assistant message of one turn also has its tool calls.
     """
     branch_prompt = rollout.episode.prompt
     if branch_prompt is None or is_token_ids(branch_prompt):
@@ -90,10 +90,11 @@ def branch_messages(
     turns: Sequence[Turn],
     answer: Callable[[Turn, int], str | dict[str, Any]],
 ) -> Messages:
-    """Return the messages of a branch: its prompt, the appended messages and the answers.
+    """Return the messages of a branch: its prompt, the appended messages and the assistant messages.
 
-    answer: returns an answer as text or message. Its arguments are the last turn of the answer, and the answer's start
-    among the branch's tokens after the prompt. An answer spans all turns up to the next appended messages.
+    answer: function that returns an assistant message, as text or as a dict. Its arguments are the message's last turn
+    and the message's start among the branch's tokens after the prompt. An assistant message spans all turns up to the
+    next appended messages.
     """
     messages = [dict(message) for message in as_messages(prompt)]
     start = 0
@@ -101,7 +102,7 @@ def branch_messages(
         if turn.inserted:
             messages += (dict(message) for message in turn.inserted)
             start = turn.start
-        # Otherwise the answer continues in the next turn.
+        # Otherwise the assistant message continues in the next turn.
         if i + 1 == len(turns) or turns[i + 1].inserted:
             add_answer(messages, answer(turn, start))
     return messages

@@ -17,7 +17,7 @@ from minirl.data.jsonl import read_rows
 from minirl.data.task import Row, Task, exact_score
 from minirl.errors import refuse
 
-# Default data: NAME:CONFIG:SPLIT on the hub.
+# Default data: NAME:CONFIG:SPLIT on the Hub.
 TRAIN_DATA = "openai/gsm8k:main:train"
 TEST_DATA = "openai/gsm8k:main:test"
 INSTRUCTION = '\nThink step by step, then write the final answer after "####".'

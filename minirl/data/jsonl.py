@@ -27,7 +27,7 @@ def load_jsonl_task(data: str, eval_data: Sequence[str]) -> Task:
 def _to_row(fields: dict[str, Any], origin: str) -> Row:
     """Convert an object with a "prompt", and optionally "tools", to a row; its other fields become columns.
 
-    Raises InputError, naming the origin, also for a column with the name of a reward-function argument.
+    Raises InputError, naming the origin, also for a column named like a reward-function argument.
     """
     refuse(
         not isinstance(fields.get("prompt"), str | list),
@@ -44,10 +44,11 @@ def _to_row(fields: dict[str, Any], origin: str) -> Row:
 
 
 def read_rows(source: str, to_row: Callable[[dict[str, Any], str], Row]) -> list[Row]:
-    """Read the rows of a JSONL, JSON or Parquet file, a dataset folder or a dataset on the hub.
+    """Read the rows of a JSONL, JSON or Parquet file, a dataset folder or a dataset on the Hub.
 
-    to_row: converts an object and its origin, "file:line" or "source row N", to a row, or raises InputError. Raises
-    InputError naming the source and origin if the source is missing or has no rows, or if a row is not an object.
+    to_row: function that converts an object and its origin, "file:line" or "source row N", to a row, or raises
+    InputError. Raises InputError, naming the source and origin, if the source is missing or has no rows, or if a row is
+    not an object.
     """
     path = Path(source)
     if path.is_file() and path.suffix != ".parquet":
@@ -79,7 +80,7 @@ def _json_objects(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object's fields. Raises InputError for a repeated name, of which `json` would drop one."""
+    """Return an object's fields. Raises InputError for a repeated name, because `json` would drop one."""
     fields = dict(pairs)
     refuse(len(fields) < len(pairs), f"a field is repeated: {list(fields)}")
     return fields
@@ -91,5 +92,5 @@ def _parse_json(text: bytes, origin: str) -> Any:
         return json.loads(text, object_pairs_hook=_reject_duplicate_keys)
     except (ValueError, RecursionError) as error:
         # Covers other encodings, numbers with thousands of digits and lists nested thousands deep. Drop "line 1", which
-        # counts within the line and not within the file.
+        # is relative to the line, not to the file.
         raise InputError(f"{origin}: cannot be read as JSON: {str(error).replace('line 1 ', '')}") from None

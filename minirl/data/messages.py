@@ -22,7 +22,7 @@ def read_message(message: Any, origin: str) -> dict[str, Any]:
     """Normalize a message for chat templates: text as content, and objects as tool-call arguments.
 
     Accepts what users and clients write: content that is null, missing or a list of text parts, and arguments as JSON
-    text. Any other list is valid only as a tool's result, and stays a list. Raises InputError, naming `origin` for
+    text. Any other list is valid only as a tool's result, and stays a list. Raises InputError, naming `origin`, for
     anything else.
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -52,7 +52,7 @@ def _is_text_part(part: Any) -> bool:
 
 
 def _read_call(call: Any) -> dict[str, Any]:
-    """Return a tool call with its arguments parsed to an object if possible. Raises TypeError or LookupError."""
+    """Return a tool call with its arguments parsed into an object if possible. Raises TypeError or LookupError."""
     name = call["function"]["name"]
     if not isinstance(name, str):
         raise TypeError("a function's name must be text")
@@ -81,7 +81,7 @@ def is_messages(after: After) -> TypeGuard[Messages]:
 
 
 def is_token_ids(prompt: Any) -> TypeGuard[list[int]]:
-    """Whether a prompt is token ids rather than text or messages."""
+    """Whether a prompt is a list of token ids rather than text or messages."""
     is_list = isinstance(prompt, list | tuple) and bool(prompt)
     return is_list and all(type(i) is int and i >= 0 for i in prompt)
 
@@ -99,10 +99,10 @@ def as_messages(prompt: str | Messages) -> Messages:
 
 
 def add_answer(messages: Messages, answer: str | dict[str, Any]) -> None:
-    """Append an answer (text or message), or join it to the last message if that is the assistant's."""
+    """Append an assistant message (text or dict), or join it to the last message if that is the assistant's."""
     if isinstance(answer, str):
         answer = {"role": "assistant", "content": answer}
-    # Only a prompt can end with the assistant's message, which the answer continues.
+    # Only a prompt can end with an assistant message, which the completion continues.
     if messages and messages[-1]["role"] == "assistant":
         last = messages.pop()
         answer = {**last, **answer, "content": last["content"] + answer["content"]}

@@ -42,7 +42,7 @@ class PromptStream:
     ):
         """Tokenize all rows once, to check them and measure their lengths.
 
-        purpose: see `sampling.request_key`. max_tokens: maximum length of a prompt with its completion. notes: the
+        purpose: see `sampling.request_key`. max_tokens: maximum length of a prompt plus its completion. notes: the
         caller's notes on the rows, for the log.
 
         Skips prompts that leave fewer than `max_new_tokens` tokens for the completion. Raises InputError, naming the
@@ -93,8 +93,8 @@ class PromptStream:
         """Return this rank's requests for these prompts.
 
         Not collective. Each prompt has a group of `group_size` requests, followed by `num_greedy` greedy ones. A rank
-        gets whole groups: it prefills a prompt once and has everything that a reward may compare. Ordinals go to the
-        ranks round-robin, so that the ranks stay balanced even if each call is for one prompt.
+        gets whole groups: it prefills a prompt once and has everything that a reward may compare. Ordinals are assigned
+        to ranks round-robin, so that the ranks stay balanced even if each call is for one prompt.
         """
         requests = []
         for prompt_ordinal in ordinals:
@@ -122,7 +122,7 @@ class PromptStream:
         """Return the request for a later branch of a rollout. `first` is the request of its first branch.
 
         Its `max_new_tokens` is less than 1 if the prompt is too long. tools: the tools that a chat prompt shows; None
-        for the tokenizer's. Raises InputError, naming `origin` for an unusable prompt, and for tools that the chat
+        for the tokenizer's. Raises InputError, naming `origin`, for an unusable prompt and for tools that the chat
         template does not show or whose calls cannot be parsed.
         """
         origin = f"{origin}: branch(...)"
@@ -157,7 +157,7 @@ class PromptStream:
         )
 
     def rng_key(self, rollout_id: RolloutId) -> int:
-        """Return the RNG key of a rollout, see `sampling.request_key`."""
+        """Return a rollout's RNG key; see `sampling.request_key`."""
         return request_key(self.seed, purpose=self.purpose, **rollout_id._asdict())
 
     def prompt_ids(self, prompt_ordinal: int) -> tuple[int, ...]:

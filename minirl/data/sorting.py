@@ -1,4 +1,4 @@
-"""An embedded task: sort a string of 4 to 8 digits. Held-out strings are new to the model, as over 10^8 exist."""
+"""An embedded task: sort a string of 4 to 8 digits. Held-out strings are new to the model, since over 10^8 exist."""
 
 import random
 

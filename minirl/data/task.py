@@ -1,7 +1,7 @@
 """A task: prompts and the functions that reward completions. Tasks contain text, never tensors.
 
-Each task is a module whose `load...` function returns a `Task`. To add a task, write such a module, or use rows of data
-and a reward function without changing the package (`jsonl`).
+Each task is a module whose `load...` function returns a `Task`. To add a task, write such a module, or use a data file
+and a reward function without changing the package (see `jsonl`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 
 from minirl.data.messages import Messages
 
-# See `rewards.functions` for its arguments and result.
+# See `rewards.functions` for its arguments and return value.
 RewardFunction = Callable[..., Any]
 # Arguments that every reward function gets; the others are named after data columns.
 STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
@@ -31,7 +31,7 @@ def exact_score(answer_of: Callable[[str], Any]) -> RewardFunction:
 
 @dataclass(frozen=True)
 class Row:
-    """One example of the data set."""
+    """One example in the dataset."""
 
     prompt: str | Messages
     # The example's other fields, which reward functions may take as arguments.
@@ -55,7 +55,7 @@ class Task:
     max_new_tokens: int
     # Scores that are logged but not trained on.
     extra_scores: Mapping[str, RewardFunction] = field(default_factory=dict)
-    # Extracts a completion's answer for majority voting, None if it has none. Equal answers get equal rewards.
+    # Extracts a completion's answer for majority voting; None if it has none. Equal answers get equal rewards.
     answer_of: Callable[[str], Any] | None = None
     # Prompts with an "answer" that warm-start the embedded model; only embedded tasks have them.
     warm_start_rows: Sequence[Row] = ()

@@ -19,26 +19,26 @@ from minirl.model.folders import model_file
 
 # A model folder with a tokenizer has at least one of these files.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-# Texts after which other texts are tokenized. An anchor cannot be used if a token spans its end.
+# Texts to prepend before tokenizing other texts. An anchor cannot be used if a token spans its end.
 ANCHORS = ("\n", "a", "0", ".")
 DECODED_ANCHOR = "a"
 # Decoders write this for invalid UTF-8, and `decode` for an id without a token.
 _REPLACEMENT = "\ufffd"
-# Tokens to decode beyond those that a stop string can span: the tail's first token may decode differently (without its
-# space), and some text appears only with the next token.
+# Number of tokens to decode beyond those that a stop string can span: the tail's first token may decode differently
+# (without its space), and some text appears only with the next token.
 _MARGIN = 4
 
 
 class Tokenizer:
     """Text to token ids and back.
 
-    stop_ids: the ids that end a completion, from the model's files. known_ids: the ids that have a token; there may be
-    holes, as a model may have embeddings without a token. bos_ids, eos_ids: the special tokens that the tokenizer adds
-    around a text.
+    stop_ids: the ids of the stop tokens, from the model's files. known_ids: the ids that have a token; there may be
+    gaps, because a model may have embeddings without a token. bos_ids, eos_ids: the special tokens that the tokenizer
+    adds around a text.
     """
 
     def __init__(self, folder: Path):
-        """Load the tokenizer. Raises InputError, naming the folder if it has no tokenizer that can be loaded."""
+        """Load the tokenizer. Raises InputError, naming the folder, if it has no loadable tokenizer."""
         from transformers import AutoTokenizer
 
         source = model_file(folder, "tokenizer_config.json").parent
@@ -69,7 +69,7 @@ class Tokenizer:
     def encode_text(self, text: str, origin: str) -> list[int]:
         """Return the token ids of a text, with no special tokens except those spelled out in it.
 
-        Raises InputError, naming `origin` if the text cannot be tokenized.
+        Raises InputError, naming `origin`, if the text cannot be tokenized.
         """
         try:
             return list(self.backend(text, add_special_tokens=False)["input_ids"])
@@ -89,7 +89,7 @@ class Tokenizer:
         """Return the token ids of a text that follows other tokens. They decode to exactly this text.
 
         The text is tokenized after an anchor, whose ids are then removed, so that it gets no leading space. Raises
-        InputError naming `origin` if the text cannot be tokenized.
+        InputError, naming `origin`, if the text cannot be tokenized.
         """
         if not text:
             return []
@@ -103,7 +103,7 @@ class Tokenizer:
         return self.encode_text(text, origin)
 
     def decode(self, ids: Sequence[int] | NDArray[np.int64], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of ids (an array [L] or a list) that follow others, with or without special tokens.
+        """Return the text of ids (array [L] or list) that follow other ids, with or without special tokens.
 
         It is the text of the whole sequence minus the text before these ids, so it keeps its leading space. An id
         without a token (a model's vocabulary may be padded) becomes U+FFFD; otherwise a wrong completion could get the
@@ -126,7 +126,7 @@ class Tokenizer:
 
 
 def find_stop_ids(folder: Path, eos_id: int | None) -> frozenset[int]:
-    """Return the tokenizer's `eos_id` and the stop ids of config.json and generation_config.json.
+    """Return the tokenizer's `eos_id` and the stop ids in config.json and generation_config.json.
 
     Raises InputError, naming a file that cannot be read.
     """
@@ -151,11 +151,11 @@ def is_stop_string(value: Any) -> bool:
 
 
 class StopStrings:
-    """A `rollouts.StopTest`: whether the token sampled last completes one of these strings.
+    """A `rollouts.StopTest`: whether the last sampled token completes one of these strings.
 
     A string may begin and end inside a token; the token that completes it is the turn's last and is kept whole. The
     text of a turn includes special tokens ("<|im_end|>" can be a stop string) and all spaces. Only its tail is decoded:
-    every token adds at least a byte, so a string of n bytes spans at most n tokens.
+    every token adds at least one byte, so a string of n bytes spans at most n tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]):
@@ -169,15 +169,16 @@ class StopStrings:
         self._byte_ids = set(byte_ids) - {None, backend.unk_token_id}
 
     def __call__(self, turns: Sequence[list[int]]) -> list[bool]:
-        """Return for each turn whether its last id completes a string. A turn is a list of its ids, or the last
-        `max_tokens`.
+        """Return, for each turn, whether its last token completes a string.
+
+        turns: per turn, its ids or only the last `max_tokens` of them.
         """
         return [self.find_stop_string(ids) is not None for ids in turns]
 
     def find_stop_string(self, ids: list[int]) -> str | None:
-        """Return the first of the strings that the last id completes, or None. ids: a turn, as in `__call__`."""
+        """Return the first string that the last token completes, or None. ids: a turn's ids, as in `__call__`."""
         tail = ids[-self.max_tokens :]
-        # No string contains an id without a token, and the text restarts after such an id (`Tokenizer.decode`).
+        # No stop string contains an id without a token, and the text restarts after such an id (`Tokenizer.decode`).
         known_ids = self._tokenizer.known_ids
         first = max((i for i, token in enumerate(tail, 1) if token not in known_ids), default=0)
         # A run of byte tokens decodes to U+FFFD if part of it is invalid, for example if the tail begins inside a
