@@ -53,7 +53,7 @@ def has_call(completions: Sequence[str]) -> list[float]:
 
 
 def _examples(rows: Sequence[Row], generator: random.Random) -> list[Row]:
-    """Return three examples per row, which begin the first turn, write the call and use its result."""
+    """Return three examples per row, one each for beginning the first turn, writing the call and using its result."""
     examples = []
     for row in rows:
         prompt = str(row.prompt)

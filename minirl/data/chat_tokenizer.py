@@ -100,7 +100,7 @@ class ChatTokenizer(Tokenizer):
         return next(self.encode_all([row]))
 
     def encode_all(self, rows: Sequence[Row]) -> Iterator[list[int]]:
-        """Yield the token ids of each row's prompt, which shows the row's tools or else the run's.
+        """Yield the token ids of each row's prompt, rendered with the row's tools or else with the run's.
 
         Text prompts begin with exactly one BOS token and never end with EOS, because the completion continues them.
         Chat prompts have only the special tokens that the chat template writes. Raises InputError, naming the row, if

@@ -1,6 +1,6 @@
 """GSM8K, grade-school maths (arXiv:2110.14168), from rows with the fields `question` and `answer`.
 
-The reward is the strict score: the number after the last "####" must equal the reference's. The data set's own pattern
+The reward is the strict score: the number after the last "####" must equal the reference's. The dataset's own pattern
 finds it, `#### (-?[0-9.,]+)`, with an optional $. Text after the number is ignored ("40%" is 40); a number after a
 plus, a Unicode minus or markup is not found. The flexible score uses the completion's last number, with any sign. It is
 only logged: before a model has learnt the format, the two scores differ widely.

@@ -27,7 +27,7 @@ def load_jsonl_task(data: str, eval_data: Sequence[str]) -> Task:
 def _to_row(fields: dict[str, Any], origin: str) -> Row:
     """Convert an object with a "prompt", and optionally "tools", to a row; its other fields become columns.
 
-    Raises InputError, naming the origin, also for a column named like a reward-function argument.
+    Raises InputError, naming the origin; also for a column named like a reward-function argument.
     """
     refuse(
         not isinstance(fields.get("prompt"), str | list),

@@ -110,7 +110,7 @@ def add_answer(messages: Messages, answer: str | dict[str, Any]) -> None:
 
 
 def tool_schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Return the tools' JSON schemas. Raises InputError, naming a tool without one, or a duplicate name."""
+    """Return the tools' JSON schemas. Raises InputError, naming the tool, for a missing schema or a duplicate name."""
     refuse(not isinstance(tools, list | tuple), f"tools: {tools!r:.80}: expected a list")
     schemas = [_function_schema(tool) if inspect.isroutine(tool) else _checked_schema(tool) for tool in tools]
     names = [schema["function"]["name"] for schema in schemas]

@@ -46,7 +46,7 @@ class PromptStream:
         caller's notes on the rows, for the log.
 
         Skips prompts that leave fewer than `max_new_tokens` tokens for the completion. Raises InputError, naming the
-        rows and flags, also if no row is left.
+        rows and flags, if a row is invalid or no row is left.
         """
         self.tokenizer = tokenizer
         self.purpose = purpose
@@ -173,7 +173,7 @@ class PromptStream:
         return _shuffled_order(self.num_prompts, self.seed, epoch)[position]
 
     def _note_on_long_prompts(self, rows: Sequence[Row], lengths: Sequence[int]) -> str:
-        """Return a note on rows with prompts that are too long. Raises InputError if all are."""
+        """Return a note about rows whose prompts are too long. Raises InputError if all are."""
         limit = self.max_tokens - self.max_new_tokens
         refuse(
             min(lengths) > limit,

@@ -55,7 +55,7 @@ class Task:
     max_new_tokens: int
     # Scores that are logged but not trained on.
     extra_scores: Mapping[str, RewardFunction] = field(default_factory=dict)
-    # Extracts a completion's answer for majority voting; None if it has none. Equal answers get equal rewards.
+    # Extracts a completion's answer for majority voting; returns None if it has none. Equal answers get equal rewards.
     answer_of: Callable[[str], Any] | None = None
     # Prompts with an "answer" that warm-start the embedded model; only embedded tasks have them.
     warm_start_rows: Sequence[Row] = ()

@@ -141,7 +141,7 @@ class Collector:
         return min(max(min_tokens, round(ROUND_FRAC * self._prompts.max_new_tokens)), max_tokens)
 
     def _run_rounds(self, num_groups: int, num_wanted: int, weight_version: int) -> set[int]:
-        """Run rounds until `num_wanted` groups are ready, including those of all expiring prompts (collective).
+        """Run rounds until `num_wanted` groups are ready, including the groups of all expiring prompts (collective).
 
         Return the prompts whose ready groups are still in this rank's queue.
         """

@@ -178,7 +178,7 @@ class Driver:
         return True
 
     def fail(self, error: InputError) -> None:
-        """Raise the error in the function, at the `await` of its turn request."""
+        """Raise the error in the function, at the `await` for its turn."""
         self.last_rejection = error
         if not self._turn_future.done():
             self._turn_future.set_exception(error)
@@ -195,8 +195,8 @@ class Driver:
     def rollout(self, finish_reason: str | None, rewards: Mapping[str, float | None]) -> Rollout:
         """Return the rollout up to the end of the last turn. Raises InputError for an episode without turns.
 
-        finish_reason: finish reason of the rollout and of its last requested branch; None means the last
-        turn's. All other branches keep the finish reason of their own last turn. rewards: all rewards, keyed by name.
+        finish_reason: finish reason of the rollout and of its last requested branch; None means the last turn's. All
+        other branches keep the finish reason of their own last turn. rewards: all rewards, keyed by name.
         """
         episode = self.episode
         branches = [branch for branch in episode.branches if branch.turns]
@@ -292,7 +292,7 @@ class Driver:
 
 @functools.cache
 def make_stop_test(tokenizer: Tokenizer, strings: tuple[str, ...]) -> StopStrings:
-    """Return the stop test for these strings, shared by all turns with them; the engine runs it once per step."""
+    """Return the stop test for these strings. All turns that use them share it; the engine runs it once per step."""
     return StopStrings(tokenizer, strings)
 
 

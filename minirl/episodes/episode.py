@@ -89,7 +89,7 @@ class BranchTokens:
 class Turn(TurnRecord):
     """A turn that a function requested: appended tokens, then sampled ones.
 
-    tokens: the tokens of its branch. number: its position in the episode, starting at 1.
+    tokens: its branch's tokens. number: its position in the episode, starting at 1.
     """
 
     tokenizer: ChatTokenizer
@@ -138,7 +138,7 @@ class Branch:
     """A prompt and the turns that follow it, in a running episode. The finished branch becomes a `SampledSequence`.
 
     number: its index among the episode's branches. turns: its finished turns. tools: JSON schemas of the tools in its
-    prompt; None: the run's tools.
+    prompt; None for the run's tools.
 
     The driver sets three more fields. request: the engine request without sampled tokens; its prompt is empty until the
     first turn of a branch that the function began. request_turn: async function that samples a turn. engine_tokens: the
@@ -342,5 +342,5 @@ RolloutFunction = Callable[[Episode], Coroutine[Any, Any, Any]]
 
 
 async def one_turn(episode: Episode) -> None:
-    """Sample one completion; the rollout function of single-turn runs."""
+    """Sample one completion; the rollout function for single-turn runs."""
     await episode.generate()

@@ -90,9 +90,9 @@ class EpisodeRunner:
         self._working_since: dict[Driver, float] = {}
         self._step_ended_at = 0.0
         self._replies: list[tuple[Driver, Reply]] = []
-        # Tasks of functions that have not returned, including ones that clean up after their episode's end.
+        # Tasks of functions that have not returned, including those still cleaning up after their episode's end.
         self._tasks: set[asyncio.Task[None]] = set()
-        # Per prompt, its open episodes, and the rollouts of its finished ones until the group is complete.
+        # Each prompt's open episodes, and the rollouts of its finished episodes until the group is complete.
         self._groups: defaultdict[int, list[Driver]] = defaultdict(list)
         self._rollouts: defaultdict[int, list[Rollout]] = defaultdict(list)
 
@@ -282,7 +282,7 @@ class EpisodeRunner:
         self._release_requests(driver)
 
     def _release_requests(self, driver: Driver) -> None:
-        """Release the engine requests of all branches of an episode."""
+        """Release the engine requests for all of an episode's branches."""
         self.engine.release(*(branch.request.rollout_id for branch in driver.episode.branches))
 
 

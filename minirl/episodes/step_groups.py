@@ -14,7 +14,7 @@ from minirl.training.batch import RolloutInfo, SequenceInfo, gather_infos
 class Groups:
     """P groups of G rollouts to train on. All fields except `rewarded` are the same on every rank.
 
-    rewarded: this rank's rollouts of these groups.
+    rewarded: this rank's rollouts in these groups.
     infos: all P * G rollouts, group by group.
     rewards: fp64 [P, G, K]; NaN where a reward does not apply to the rollout.
     greedy_rewards: fp64 [P, 0 or 1, K], the rewards of the greedy rollouts, which are not trained on.

@@ -37,7 +37,7 @@ class Signature(NamedTuple):
     is_async: bool
 
     def takes(self, argument: str) -> bool:
-        """Whether the function gets an argument, by name or through `**kwargs`; episode arguments need the name."""
+        """Whether the function gets an argument: by name, or through `**kwargs` unless it is an episode argument."""
         return argument in self.parameters or (self.has_kwargs and argument not in EPISODE_ARGUMENTS)
 
 

@@ -61,7 +61,7 @@ class PromptGroup:
     """The rollouts of one prompt, in sample order, and the arguments that reward functions get for them.
 
     The attributes named in STANDARD_ARGUMENTS and EPISODE_ARGUMENTS are arguments, with one entry per rollout.
-    texts: the completions without special tokens. seed: seed for a `def` call's global random generators in a worker.
+    texts: the completions without special tokens. seed: seed for the global random generators in a worker's `def` call.
     """
 
     row: Row
@@ -155,7 +155,7 @@ class Reward(ABC):
     def submit(self, name: str, group: PromptGroup) -> Future[Any]:
         """Submit the call for a group without blocking; return a future for its rewards, or for the input to `finish`.
 
-        name: the reward's name, for the RewardError of a failed call.
+        name: the reward's name, for the RewardError if the call fails.
         """
 
     def finish(self, results: Sequence[Any]) -> Rewards:
@@ -167,7 +167,7 @@ class FunctionReward(Reward):
     """A function called in threads of this process: an `async def` for all prompts concurrently, a `def` one by one."""
 
     def __init__(self, function: RewardFunction, call_timeout: float | None = None):
-        """call_timeout: time limit (s) of one call, whose thread cannot be killed; None: no limit."""
+        """call_timeout: time limit (s) of one call, whose thread cannot be killed; None for no limit."""
         self.signature = signature_of(function)
         self._function = function
         self._call_timeout = call_timeout

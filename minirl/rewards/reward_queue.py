@@ -58,7 +58,7 @@ class RewardQueue:
         *,
         call_timeout: float | None = None,
     ):
-        """call_timeout: time limit (s) of one call of a bare function; see `FunctionReward`."""
+        """call_timeout: time limit (s) of one call to a bare function; see `FunctionReward`."""
         self._rewards = {
             name: function if isinstance(function, Reward) else FunctionReward(function, call_timeout)
             for name, function in functions.items()

@@ -30,9 +30,9 @@ INVALID_ANSWER = (
 class WorkerReward(Reward):
     """A reward function that runs in worker processes; the trainer does not load its file.
 
-    A process runs one call at a time, or up to MAX_CONCURRENT_CALLS of an `async def`. One trainer thread waits for all
-    processes. On rank 0, the calls' output goes to stderr. Once a process is lost, all later calls fail with the
-    same error. Not collective.
+    A process runs one call at a time, or up to MAX_CONCURRENT_CALLS if the function is an `async def`. One trainer
+    thread waits for all processes. On rank 0, the calls' output goes to stderr. Once a process is lost, all later calls
+    fail with the same error. Not collective.
     """
 
     def __init__(self, spec: str, *, timeout_s: float = 60.0, num_workers: int = 1):

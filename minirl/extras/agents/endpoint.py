@@ -44,8 +44,8 @@ Completion = dict[str, Any]
 def serve(agent: Callable[[str, Episode], Any]) -> RolloutFunction:
     """Return a rollout function that runs an agent against the episode's URL.
 
-    agent: a function that takes the URL and the episode and returns a reward, or a dict of rewards. It is an `async
-    def`, or a blocking function, which runs in a thread.
+    agent: a function that takes the URL and the episode and returns a reward, or a dict of rewards. It may be an
+    `async def`, or a blocking function, which runs in a thread.
 
     Order: an episode's requests run one at a time. A turn is not trained on if its client disconnects.
     End: when the episode ends, an `async def` is cancelled, a command is killed, and a thread's requests fail.
@@ -93,7 +93,7 @@ class Endpoint:
         self._episode = episode
         # The messages of each branch so far, as the agent sees them: normalized by `read_client_message`.
         self._branch_messages: dict[Branch, Messages] = {episode.branches[0]: prompt}
-        # Requests run one at a time, in order of arrival. Every turn is completed, even if its client disconnects.
+        # Requests run one at a time, in order of arrival. If a client disconnects, its turn is still sampled fully.
         self._turn_lock = asyncio.Lock()
         self._answer_tasks: dict[asyncio.Future[Completion], asyncio.Task[None]] = {}
 
