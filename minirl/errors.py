@@ -7,7 +7,7 @@ traceback and code 1. On a stop signal, a run saves a checkpoint and exits with 
 
 
 class InputError(ValueError):
-    """A flag, file, row or model folder cannot be used: the message names it and the fix."""
+    """A flag, file, row or model folder cannot be used; the message names it and the fix."""
 
     exit_code = 2
 

@@ -1,4 +1,4 @@
-"""Data types of generation: requests, sampled tokens and rollouts. Tokens are numpy arrays on the host."""
+"""Data types for generation: requests, sampled tokens and rollouts. Tokens are numpy arrays on the host."""
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,7 +56,7 @@ class Truncation(NamedTuple):
     fraction `top_p` of their probability.
 
     The kept probabilities are renormalized. top_k 0 keeps all tokens. Truncated samples are never trained on, because
-    training computes logprobs of the full distribution.
+    training computes logprobs under the full distribution.
     """
 
     top_k: int = 0
@@ -71,10 +71,10 @@ class StopTest(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """The number of ids at a turn's end that the test examines, at least 1."""
+        """The number of token ids at a turn's end that the test examines, at least 1."""
 
     def __call__(self, turns: Sequence[list[int]]) -> Sequence[bool]:
-        """Return for each turn whether its last id ends it. A turn is the list of its last `max_tokens` sampled ids.
+        """Return whether each turn ends with its last token. A turn is the list of its last `max_tokens` sampled ids.
 
         The engine calls this once per decode step for all turns with this test. A turn's result must depend only on its
         own ids.
@@ -86,9 +86,9 @@ class Request:
     """One rollout to generate.
 
     sampled: the tokens after the prompt so far, from earlier turns and generation phases.
-    parks_after_turn: whether the request stays in the KV cache when its turn ends, until it is released, or submitted
-    for another turn with more tokens in `sampled`.
-    max_new_tokens: maximum number of tokens after the prompt, over all turns and with appended tokens.
+    parks_after_turn: whether the request stays in the KV cache when its turn ends, until it is released or submitted
+    for another turn, with more tokens in `sampled`.
+    max_new_tokens: maximum number of tokens after the prompt, over all turns and including appended tokens.
     stop_test: a test that ends the turn, in addition to stop_ids; None for stop_ids alone.
     turn_start: number of tokens between the prompt and the current turn, appended ones included. All tokens sampled
     since then belong to the turn, even those from an earlier generation phase.
@@ -96,7 +96,7 @@ class Request:
 
     prompt_ids: tuple[int, ...]
     rollout_id: RolloutId
-    rng_key: int  # key of the sampling noise, see `sampling.request_key`
+    rng_key: int  # key of the sampling noise; see `sampling.request_key`
     max_new_tokens: int
     temperature: float  # 0: greedy
     stop_ids: frozenset[int]
@@ -111,9 +111,9 @@ class Request:
 class TurnRecord:
     """One turn: `num_tokens` sampled tokens that begin `start` tokens after the branch's prompt.
 
-    finish_reason: "stop" or "length"; "" until the turn ends. branch: the number of its branch. parse_error: why its
-    message could not be parsed completely; None if it could, or if nothing requested it. extra: what its rollout
-    function records for a fork of the script, which finds it in `rollout.episode.turns`.
+    finish_reason: "stop" or "length"; "" until the turn ends. branch: its branch's number. parse_error: why its message
+    could not be parsed completely; None if it could, or if parsing was not requested. extra: data that the rollout
+    function records for a fork of the script, which reads it from `rollout.episode.turns`.
     inserted: the messages appended before the turn.
     """
 
@@ -127,7 +127,7 @@ class TurnRecord:
 
     @property
     def end(self) -> int:
-        """The turn's end, as a number of tokens after the branch's prompt."""
+        """The turn's end, in tokens after the branch's prompt."""
         return self.start + self.num_tokens
 
     def json_fields(self) -> dict[str, Any]:
@@ -141,10 +141,10 @@ class TurnRecord:
 class EpisodeRecord:
     """The record of a finished episode, without its tokens. Empty if the rollout had no episode.
 
-    turns: the turns, branch by branch. rewards: named rewards, each the sum of the given and returned ones; None for a
-    reward that does not apply. environment: `Episode.environment`, for reward functions that take it.
+    turns: the turns, branch by branch. rewards: named rewards, each the sum of the given and returned values; None for
+    a reward that does not apply. environment: `Episode.environment`, for reward functions that take it.
     prompt: the last branch's prompt as text, messages or token ids. tools: JSON schemas of the tools that it shows;
-    None for the run's. row: the `data.task.Row` of the episode.
+    None if these are the run's tools. row: the `data.task.Row` of the episode.
     """
 
     turns: Sequence[TurnRecord] = field(default_factory=list)
@@ -157,7 +157,7 @@ class EpisodeRecord:
 
 @dataclass(frozen=True, eq=False)
 class SampledSequence:
-    """A prompt with its completion, L tokens in all: what the engine returns for a request, and a training sample.
+    """A prompt with its completion, L tokens in all: the engine's result for a request, and a training sample.
 
     stream: TOKEN [L]. Tokens that were appended between turns are not in the loss mask.
     finish_reason: see `Rollout`; from the engine, "stop" or "length".
@@ -205,10 +205,10 @@ class SampledSequence:
 class Rollout:
     """The samples of one finished `Episode` for one prompt.
 
-    branches: in order; usually one. An episode that rewrites its conversation, or begins a second one, has several.
-    Each is a separate training sample. They share the rollout's rewards and its weight in the loss.
-    finish_reason: "stop" (by a stop id or stop string) or "length"; also "turn_length" (the last turn reached its own
-    `max_tokens`), one of `TRUNCATED_REASONS`, or one of `episodes.episode.END_REASONS` from the rollout function.
+    branches: the branches in order; usually only one. An episode that rewrites its conversation, or begins a second
+    one, has several. Each is a separate training sample. They share the rollout's rewards and its weight in the loss.
+    finish_reason: "stop" (at a stop token or stop string) or "length"; also "turn_length" (the last turn reached its
+    own `max_tokens`), one of `TRUNCATED_REASONS`, or one of `episodes.episode.END_REASONS` from the rollout function.
     """
 
     branches: tuple[SampledSequence, ...]

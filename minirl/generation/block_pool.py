@@ -1,7 +1,8 @@
-"""Blocks of the key/value cache, and each sequence's block table. Everything is on the host.
+"""The key/value cache's blocks, and each sequence's block table, all on the host.
 
-A sequence is identified by its row in the tables. A fork shares its parent's full blocks by reference count, and gets a
-new block for the last, partial one. The block freed last is allocated first, which keeps the used blocks dense.
+A sequence is identified by its row in the tables. A fork shares its parent's full blocks through reference counts, and
+gets a new block for the last, partial one. The most recently freed block is reused first, which keeps the used blocks
+dense.
 """
 
 from collections.abc import Sequence
@@ -56,7 +57,7 @@ class BlockPool:
         return self.tables[row, :num_blocks].tolist()
 
     def block_tables(self, rows: IntArray) -> NDArray[np.int32]:
-        """Return the tables int32 [n, columns] of these sequences, as wide as the longest one needs."""
+        """Return these sequences' block tables, int32 [n, columns], wide enough for the longest one."""
         num_columns = ceil_div(int(self.lengths[rows].max()), self.block_size)
         return self.tables[rows, :num_columns]
 
@@ -65,11 +66,11 @@ class BlockPool:
         return self.tables[rows, positions // self.block_size].astype(np.int64)
 
     def num_free_after(self, num_tokens: int) -> int:
-        """Return the number of blocks left after adding a sequence; negative if it does not fit."""
+        """Return the number of free blocks left after adding a sequence; negative if it does not fit."""
         return len(self.free) - ceil_div(num_tokens, self.block_size)
 
     def num_new_blocks(self, length: Number, num_tokens: Number) -> Number:
-        """Return the number of additional blocks that sequences of this length need for `num_tokens` more."""
+        """Return the number of additional blocks that sequences of this length need for `num_tokens` more tokens."""
         return ceil_div(length + num_tokens, self.block_size) - ceil_div(length, self.block_size)
 
     def last_block_is_full(self, rows: IntArray) -> NDArray[np.bool_]:
@@ -81,9 +82,9 @@ class BlockPool:
         return int(self.last_block_is_full(rows).sum()) <= len(self.free)
 
     def add(self, num_tokens: int, first_blocks: Sequence[int] = ()) -> int:
-        """Add a sequence of `num_tokens`; return its row, the lowest unused one. The blocks must be free.
+        """Add a sequence of `num_tokens` tokens; return its row, the lowest unused one. Enough blocks must be free.
 
-        first_blocks: blocks of another sequence that it starts with.
+        first_blocks: leading blocks that it shares with another sequence.
         """
         row = int(np.append(self.lengths, 0).argmin())
         self.lengths = grow_array(self.lengths, row + 1)
@@ -100,13 +101,13 @@ class BlockPool:
         """Add a second sequence with the same tokens; return its row.
 
         Full blocks are never written again, so both sequences read the same ones. Each sequence writes its next tokens
-        into the partial block, so the fork gets a new block, which must be free, for a copy of its parent's.
+        into its partial block, so the fork needs a free block for a copy of its parent's.
         """
         length = int(self.lengths[parent])
         return self.add(length, self.sequence_blocks(parent)[: length // self.block_size])
 
     def extend(self, rows: IntArray) -> None:
-        """Add space for one more token to each of these sequences [n]. The blocks must be free (`can_extend`)."""
+        """Add space for one more token to each of these sequences [n]. Enough blocks must be free (`can_extend`)."""
         full_rows = rows[self.last_block_is_full(rows)]
         if len(full_rows):
             blocks = [self.free.pop() for _ in full_rows]

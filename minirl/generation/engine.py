@@ -1,14 +1,14 @@
 """The generation engine: continuous batching on the training module itself.
 
 `submit` queues requests, and `step` advances all running ones by one token. `request_table` decides which requests run,
-wait or are parked between two turns, and how they share the cache; this file passes their tokens through the model.
+wait or are parked between two turns, and how they share the cache; this file runs their tokens through the model.
 
-The engine handles token ids only, never text; a `StopTest` detects a turn's stop strings. Each rank decodes on its own,
-and nothing in the engine is collective unless ranks share the model's layers (`model.shards`). Then all ranks begin
-each forward together (`_forward`), and a rank without tokens helps the others (`_help_other_ranks`). A rollout depends
-only on its request and the weights, not on other requests in the batch. When a generation phase ends, no request is
-left and the cache is empty, so new weights never read old keys and values. The engine then frees the cache memory,
-unless `keeps_cache` keeps it for the CUDA graphs.
+The engine handles token ids only, never text; a `StopTest` detects a turn's stop strings. Each rank decodes
+independently, and nothing in the engine is collective unless ranks share the model's layers (`model.shards`). Then all
+ranks begin each forward together (`_forward`), and a rank without tokens helps the others (`_help_other_ranks`). A
+rollout depends only on its request and the weights, not on other requests in the batch. When a generation phase
+ends, no request is left and the cache is empty, so new weights never read old keys and values. The engine then frees
+the cache memory, unless `keeps_cache` keeps it for the CUDA graphs.
 
 With asynchronous decoding, the engine launches a step before the host has read the previous step's tokens, which stay
 on the device as input. So the device never waits for the host. The engine knows in advance which requests reach their
@@ -65,10 +65,10 @@ class Engine:
 
         max_prefill_tokens: limit per forward pass; a longer prompt is prefilled alone.
         headroom_tokens: minimum number of tokens that every running request can decode after an admission before one is
-        preempted. More headroom means fewer concurrent requests; with 112, under 2 % are preempted.
-        async_decoding: read tokens one step late. By default only on CUDA.
-        cuda_graphs: pad decode steps and replay them (see `cuda_graphs`). By default only on CUDA.
-        keeps_cache: keep the cache memory, and the graphs, between generation phases.
+        preempted. More headroom means fewer concurrent requests; with 112, under 2 % of requests are.
+        async_decoding: whether to read tokens one step late (default: only on CUDA).
+        cuda_graphs: whether to pad decode steps and replay them as CUDA graphs (default: only on CUDA).
+        keeps_cache: whether to keep the cache memory and the graphs between generation phases.
         """
         self.model = model
         self.device = device
@@ -96,17 +96,17 @@ class Engine:
             max_prefill_tokens=max_prefill_tokens,
             headroom_tokens=headroom_tokens,
         )
-        # On the device, the newest token of each running request, indexed by row.
+        # Each running request's newest token, on the device, indexed by row.
         self._newest_tokens = torch.empty(0, dtype=torch.int32, device=device)
         # State of the last pass, for ranks that share the model's layers.
         self._last_pass = PassState()
 
     def submit(self, requests: Sequence[Request], *, weight_version: int = 0) -> None:
-        """Queue requests, and continue those that are parked between turns. Not collective.
+        """Queue requests, and resume those that are parked between turns. Not collective.
 
         Neighbors with the same prompt share one prefill. For a parked request, only the new tokens are computed, unless
         the cached ones were evicted. Requests that already have tokens go first.
-        weight_version: recorded with each token sampled from now on.
+        weight_version: version to record with each token sampled from now on.
         Raises InputError for a request that exceeds the model's positions or the whole cache. In that case nothing is
         queued, and parked requests stay parked.
         """
@@ -151,7 +151,7 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        """Statistics since the last `take_stats`."""
+        """The engine's statistics since the last `take_stats`."""
         return self._table.stats
 
     def release(self, *rollout_ids: RolloutId) -> None:
@@ -222,11 +222,11 @@ class Engine:
         return stats
 
     def _to_device(self, *arrays: NDArray[Any]) -> list[Tensor]:
-        """Copy host arrays to the device without waiting for it."""
+        """Copy host arrays to the device without blocking."""
         return [to_device(array, self.device) for array in arrays]
 
     def _forward(self, tokens: Tensor, layout: Layout, *, is_done: bool = False) -> Tensor:
-        """Return the hidden states [T, D] of tokens. Collective among ranks that share the model's layers (`shards`).
+        """Return the tokens' hidden states [T, D]. Collective among ranks that share the model's layers (`shards`).
 
         is_done: whether this rank has no more tokens until all ranks are done.
         """
@@ -270,7 +270,7 @@ class Engine:
             ids = np.concatenate([group.prefix for group in new_groups])
             hidden = self._forward(to_device(ids, self.device), layout)
             self.stats.prefill_tokens += len(ids)
-            # Copy the last states: a view would keep the hidden states of the whole prefill.
+            # Copy the last states: a view would keep the whole prefill's hidden states alive.
             last_states = hidden[layout.cu_seqlens[1:].long() - 1]
             for group, state in zip(new_groups, last_states, strict=True):
                 group.hidden = state
@@ -286,7 +286,7 @@ class Engine:
         """Prefill the appended tokens of resumed requests, each up to the end of one cache block.
 
         Each token is decoded as the newest token of a separate sequence, all with the request's block table. One step
-        computes up to `max_prefill_tokens`, and later steps compute the rest. When all tokens of a request are
+        computes up to `max_prefill_tokens` of them, and later steps the rest. When all tokens of a request are
         computed, it samples the next one and runs.
 
         Example: 70 of a request's 110 tokens are cached, and blocks have 32. Tokens 70 to 95, the rest of its third
@@ -315,7 +315,7 @@ class Engine:
             self._start_requests(rows[is_ready], hidden[last])
 
     def _start_requests(self, rows: IntArray, states: Tensor) -> None:
-        """Start the requests in these rows [n]: sample each one's next token from its hidden state [D]."""
+        """Start the requests in these rows [n]: sample each one's next token from its state in `states` [n, D]."""
         table = self._table
         lengths = self._cache.blocks.lengths
         device_rows, positions, *sampling_params = self._to_device(
@@ -331,7 +331,7 @@ class Engine:
     def _decode_step(self, rows: IntArray) -> None:
         """Launch one decode step for these requests [B], padded to a CUDA graph's batch size if graphs are on.
 
-        Padding rows decode an arbitrary token, always at the same position of their sequence. Their results are
+        Padding rows decode an arbitrary token, always at the same position in their sequence. Their results are
         discarded.
         """
         cache = self._cache

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 @dataclass
 class EngineStats:
-    """The engine's work since the last `Engine.take_stats`. The counts are tokens unless noted.
+    """The engine's work since the last `Engine.take_stats`. Counts are in tokens unless noted.
 
-    `decode_tokens`: tokens sampled by decode steps, including `discarded_tokens`: tokens of asynchronous steps that
-    were launched before the host knew that their request had finished.
-    `padding_tokens`: padding of decode steps in CUDA graphs (`padding.graph_batch_size`).
+    `decode_tokens`: tokens sampled by decode steps, including `discarded_tokens`, which come from asynchronous steps
+    launched before the host knew that the request had finished.
+    `padding_tokens`: padding tokens in CUDA-graph decode steps (`padding.graph_batch_size`).
     `decode_steps`: number of decode steps.
-    `preemptions` (within a turn) and `evictions` (between turns): number of requests that lost their blocks to others
-    and, if they continued, were prefilled again.
+    `preemptions` (within a turn) and `evictions` (between turns): number of requests that lost their blocks to other
+    requests and, if they continued, were prefilled again.
     `peak_running`: number of requests in the largest decode step.
     """
 
@@ -27,10 +27,10 @@ class EngineStats:
 
     @property
     def wasted_tokens(self) -> int:
-        """Padding and discarded tokens of decode steps."""
+        """The number of padding and discarded tokens in decode steps."""
         return self.padding_tokens + self.discarded_tokens
 
     @property
     def computed_tokens(self) -> int:
-        """All tokens that decode steps computed, including wasted ones."""
+        """The number of tokens that decode steps computed, including wasted ones."""
         return self.decode_tokens + self.padding_tokens

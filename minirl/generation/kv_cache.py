@@ -1,12 +1,12 @@
 """The key/value cache: a pool of fixed-size blocks, and the metadata that attention kernels read.
 
-A block stores keys and values of consecutive tokens for every attention layer. Layers with a window keep all keys, too;
-a mask or the kernel hides those outside the window. `block_pool` tracks the blocks of each sequence. Layers without
-attention may cache states, at the row of each sequence.
+A block stores keys and values of consecutive tokens for every attention layer. Sliding-window layers also keep all
+keys; a mask or the kernel hides those outside the window. `block_pool` tracks each sequence's blocks. Layers without
+attention may cache one state per sequence, at its row.
 
 A decode step begins with `begin_step`. Its arrays are copied to the device, where `decode_layout` builds the layout.
-Most steps change no table, so a step costs the host a few operations on whole columns, regardless of the number and
-length of the sequences.
+Most steps change no table, so a step costs the host a few operations on whole columns, regardless of how many
+sequences there are and how long they are.
 """
 
 import functools
@@ -36,7 +36,7 @@ from minirl.model.portable_attention import BLOCK, DecodeIndex, index_decode, ma
 
 
 class KVCache:
-    """A cache for `num_tokens` tokens (rounded up to blocks)."""
+    """A cache for `num_tokens` tokens (rounded up to whole blocks)."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        """max_sequences: number of sequences, besides a prefix, for which layers without attention can cache states."""
+        """max_sequences: maximum number of sequences, besides a prefix, whose non-attention states are cached."""
         self.config = config
         self.max_sequences = max_sequences
         self.dtype = dtype
@@ -60,7 +60,7 @@ class KVCache:
 
     @functools.cached_property
     def pool(self) -> CachePool:
-        """The cache memory, allocated at its first use after `free_memory`."""
+        """The cache memory, allocated on first use, and again after `free_memory`."""
         config = self.config
         windows = config.attention_windows
         shape = (len(windows), len(self.blocks.ref_counts), config.num_key_value_heads)
@@ -79,7 +79,7 @@ class KVCache:
 
     @property
     def prefill_chunk_size(self) -> int:
-        """Chunk size of prefill steps: a step computes a sequence's tokens up to the next multiple."""
+        """Chunk size of prefill steps: a step computes a sequence's tokens up to the next multiple of this size."""
         states = self.pool.states
         return self.block_size if states is None else min(self.block_size, states.chunk_size)
 
@@ -88,7 +88,7 @@ class KVCache:
         vars(self).pop("pool", None)
 
     def fork(self, parent: int, num_forks: int) -> list[int]:
-        """Fork a sequence `num_forks` times; return the new rows. Blocks for the partial ones must be free."""
+        """Fork a sequence `num_forks` times; return the new rows. Blocks for copies of a partial block must be free."""
         forks = [self.blocks.fork(parent) for _ in range(num_forks)]
         last_block, *forked_blocks = (self.blocks.sequence_blocks(row)[-1] for row in (parent, *forks))
         if forked_blocks and forked_blocks[0] != last_block:
@@ -100,7 +100,7 @@ class KVCache:
         return forks
 
     def prefill_layout(self, rows: Sequence[int]) -> PackedLayout:
-        """Build the layout of all tokens of these sequences, packed end to end. The forward pass fills the cache."""
+        """Build the layout for all of these sequences' tokens, packed end to end. The forward pass fills the cache."""
         lengths = self.blocks.lengths[rows]
         positions = concatenated_ranges(0, lengths)
         blocks = self.blocks.blocks_at(np.repeat(rows, lengths), positions)
@@ -112,7 +112,7 @@ class KVCache:
         return PackedLayout(sequences, self.device, slot_mapping)
 
     def begin_step(self, rows: IntArray, positions: IntArray) -> list[NDArray[np.integer]]:
-        """Begin a decode step for B tokens of these sequences; return `decode_layout`'s arguments, on the host.
+        """Begin a decode step for B tokens in these rows [B]; return `decode_layout`'s arguments, on the host.
 
         positions [B]: token positions, each in the last block of its sequence, which has space for it.
         """
@@ -132,8 +132,8 @@ class KVCache:
         """Build the layout for a decode step of B tokens, after `begin_step`.
 
         All arguments are on the device. positions int64 [B]: token positions. blocks int64 [B]: the block that stores
-        each token. rows int64 [B]: the token's sequence. tables int32 [B, n]: the sequence's block table, with garbage
-        beyond the token's block.
+        each token. rows int64 [B]: the row of its sequence. tables int32 [B, n]: the sequence's block table, with
+        garbage beyond the token's block.
         tokens_per_sequence: number of tokens per sequence, if sequences have several.
         """
         slot_mapping = SlotMapping(self.pool, rows, blocks, positions % self.block_size)
@@ -156,15 +156,15 @@ class PortableMetadataBuilder:
             index_decode,
             num_kv_heads=config.num_key_value_heads,
             groups=groups,
-            # The kernel multiplies each block with the queries of at least this many sequences.
+            # The kernel multiplies each block by the queries of at least this many sequences.
             min_users=ceil_div(num_queries, groups),
         )
-        # The tables that the indices were built for, with -1 beyond the blocks of the tokens.
+        # The tables that the indices were built for, with -1 beyond each token's block.
         self._tables = np.zeros((0, 0), np.int32)
         self._indices: dict[int | None, DecodeIndex] = {}
 
     def build(self, block_tables: Tensor, positions: Tensor) -> PortableMetadata:
-        """Return the index and the mask of each window; see `KVCache.decode_layout` for the arguments."""
+        """Return the index and the mask for each window; see `KVCache.decode_layout` for the arguments."""
         num_blocks = positions.numpy()[:, None] // BLOCK + 1
         column = np.arange(num_blocks.max())
         tables = np.where(column < num_blocks, block_tables.numpy()[:, : len(column)], np.int32(-1))

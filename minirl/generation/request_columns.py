@@ -26,7 +26,7 @@ COLUMNS = np.dtype(
 
 
 class RequestColumns:
-    """Requests by cache row: `requests`, their `COLUMNS` [rows], and their tokens, TOKEN [rows, n].
+    """Requests keyed by cache row: `requests`, their `COLUMNS` [rows], and their tokens, TOKEN [rows, n].
 
     Only tokens after the prompt are stored. Rows and n grow as requests need more.
     """
@@ -36,8 +36,8 @@ class RequestColumns:
         self.requests: dict[int, Request] = {}
         self._columns = np.zeros(num_rows, COLUMNS)
         self._tokens = np.zeros((num_rows, 0), TOKEN)
-        # The stop ids of all requests so far, and whether any request had a stop test. They rule out most rows before
-        # each row's own conditions are checked.
+        # All requests' stop tokens so far, and whether any request had a stop test. They rule out most rows before each
+        # row's own conditions are checked.
         self._stop_ids: frozenset[int] = frozenset()
         self._has_stop_tests = False
 
@@ -46,9 +46,9 @@ class RequestColumns:
         return self._columns[name]
 
     def sampling_params(self, rows: IntArray) -> list[NDArray[Any]]:
-        """Return rng keys int64 and temperatures fp32 [n] of these rows.
+        """Return these rows' RNG keys, int64 [n], and temperatures, fp32 [n].
 
-        Also return the fields of `Truncation`, int64 and fp64 [n], if any of these requests may be truncated.
+        Also return the `Truncation` fields, int64 and fp64 [n], if any of these requests uses truncated sampling.
         """
         names = ["key", "temperature"]
         if self["top_k"][rows].any() and self["temperature"][rows].any():
@@ -56,7 +56,7 @@ class RequestColumns:
         return [self[name][rows] for name in names]
 
     def put_request(self, row: int, request: Request) -> None:
-        """Store a request, with the tokens that it has so far, in this row."""
+        """Store a request and its tokens so far in this row."""
         num_prompt_tokens = len(request.prompt_ids)
         length = num_prompt_tokens + len(request.sampled)
         max_length = num_prompt_tokens + request.max_new_tokens
@@ -90,7 +90,7 @@ class RequestColumns:
         return finish_reasons
 
     def tokens(self, row: int, start: int) -> Stream:
-        """Return a view of a request's tokens from `start` on, which must lie after the prompt."""
+        """Return a view of a request's tokens from `start` on. `start` must lie after the prompt."""
         return self._tokens[row, start : self["length"][row]]
 
     def requeued_request(self, row: int) -> Request:
@@ -111,7 +111,7 @@ class RequestColumns:
         )
 
     def _rows_stopped_by_test(self, rows: Sequence[int]) -> set[int]:
-        """Return the rows whose stop tests end their turns. Runs each distinct test once."""
+        """Return the rows whose stop tests end their turns, running each distinct test once."""
         rows_with_test: dict[StopTest, list[int]] = {}
         for row in rows:
             stop_test = self.requests[row].stop_test

@@ -10,16 +10,16 @@
 
 A row is a sequence's entry in the cache: its table of the blocks that store its keys and values.
 
-queued    Waits in a group of requests that share a prefix, their prompt. The prefix is prefilled once, into a row. Each
-          request is admitted with a fork of that row (full blocks are shared, a partial one is copied); the last of the
-          group takes the row itself. A request that already has tokens forms its own group.
+queued    Waits in a group of requests that share their prompt, the group's prefix. The prefix is prefilled once, into a
+          row. Each request is admitted with a fork of that row (full blocks are shared, a partial one is copied); the
+          group's last request takes the row itself. A request that already has tokens forms its own group.
 running   Its row stores all its tokens but the newest. Each step samples one more token. The turn ends at its token
           limit, or when the host sees a stop token or a completed stop string. With asynchronous decoding, one more
           token is in flight by then; it is discarded.
-parked    Keeps its row for the next turn, but takes no slot in the batch.
+parked    Keeps its row for the next turn, but occupies no slot in the batch.
 appended  The next turn was submitted with new tokens. Those missing from its row are computed, one block at a time.
 
-When blocks run out, the prefilled prefix of a waiting group is evicted first, then parked requests, the one parked last
+When blocks run out, the prefilled prefix of a waiting group is evicted first, then parked requests, the most recent
 first. An evicted prefix is prefilled again; so are an evicted request's tokens, which are queued with its next turn.
 If nothing can be evicted, the youngest running request is preempted, or the appended one that needs the block. It gives
 up its row, and returns to the front of the queue with its tokens, none of which is sampled again.
@@ -52,10 +52,10 @@ NO_LIMIT = 1 << 62
 class PrefixGroup:
     """Queued requests that share a prefix, in order.
 
-    prefix: token ids int64 of their prompt. A request that already has tokens is alone in its group, and its prefix
+    prefix: the prompt's token ids, int64. A request that already has tokens is alone in its group, and its prefix
     includes them.
-    row: the prefix's row in the cache, once a request of the group is admitted. hidden: hidden state [D] of the
-    prefix's last token, from which the next tokens are sampled; None until the prefill.
+    row: the prefix's row in the cache, once one of the group's requests is admitted. hidden: hidden state [D] of
+    the prefix's last token, from which the next tokens are sampled; None until the prefill.
     """
 
     def __init__(self, *requests: Request):
@@ -74,7 +74,7 @@ class PrefixGroup:
 
 
 class RequestTable:
-    """All requests of an engine by state, with their cache rows. It decides which ones run; the engine runs them."""
+    """All of an engine's requests by state, with their cache rows. It decides which ones run; the engine runs them."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class RequestTable:
         self.lacks_blocks = False
         self.queue: deque[PrefixGroup] = deque()
         self.running: IntArray = np.arange(0)  # rows, oldest first
-        self.parked: dict[RolloutId, int] = {}  # rows, in the order of parking
+        self.parked: dict[RolloutId, int] = {}  # rows, in parking order
         self.appended: deque[int] = deque()  # rows
         self._readbacks: deque[Readback] = deque()  # oldest launch first
         # One row per running request, plus one for the prefix and one for padding. Parked requests add more.
@@ -104,17 +104,17 @@ class RequestTable:
         self.columns = RequestColumns(self._num_rows)
 
     def free_memory(self) -> None:
-        """Drop the tokens and stop ids of finished requests."""
+        """Drop the finished requests' tokens and their stop tokens."""
         self.columns = RequestColumns(self._num_rows)
 
     @property
     def is_decoding(self) -> bool:
-        """Whether any request is queued, running or has appended tokens to compute."""
+        """Whether any request is queued or running, or has appended tokens to compute."""
         return bool(len(self.running) or self.queue or self.appended)
 
     @property
     def num_slots(self) -> int:
-        """Number of requests that can run. Parked requests take slots if the cache stores states for them."""
+        """Number of requests that can run. Parked requests occupy slots if the cache stores states for them."""
         return self.max_running - (len(self.parked) if self.cache.has_states else 0)
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -214,7 +214,7 @@ class RequestTable:
         return int(self._blocks.num_new_blocks(lengths, num_new_tokens.clip(min=0)).sum())
 
     def assign_rows(self, group: PrefixGroup, requests: Sequence[Request]) -> list[int]:
-        """Assign rows to admitted requests of a group whose prefix is prefilled; return the rows."""
+        """Assign rows to a group's admitted requests, once its prefix is prefilled; return the rows."""
         assert group.row is not None
         is_last = not group.requests
         rows = self.cache.fork(group.row, len(requests) - is_last)
@@ -225,7 +225,7 @@ class RequestTable:
         return rows
 
     def add_running(self, rows: IntArray) -> None:
-        """Mark the requests in these rows [n] as running, and as the youngest."""
+        """Add the requests in these rows [n] to the running ones, as the youngest."""
         self.running = np.concatenate([self.running, rows])
 
     def rows_below_limit(self) -> IntArray:
@@ -250,9 +250,9 @@ class RequestTable:
         return rows
 
     def next_appended_chunks(self) -> dict[int, IntArray]:
-        """Take requests off `appended`, and reserve space for each one's next chunk [n]; return the chunks by row.
+        """Take requests off `appended`, and reserve space for each one's next chunk [n]; return chunks keyed by row.
 
-        A chunk never crosses the end of a block, and all chunks together have up to `max_prefill_tokens`. A request is
+        A chunk never crosses a block boundary, and all chunks together have at most `max_prefill_tokens`. A request is
         preempted if no block is free for its chunk.
         """
         chunks: dict[int, IntArray] = {}
@@ -281,7 +281,7 @@ class RequestTable:
     def drain_readbacks(self, *, num_unread: int = 0) -> list[SampledSequence]:
         """Drain all readbacks but the newest `num_unread`; return the sequences that they finish.
 
-        With asynchronous decoding, a request may already have ended with its previous token; then the new one is
+        With asynchronous decoding, a request may already have ended with its previous token; the new one is then
         discarded.
         """
         finished: list[SampledSequence] = []
@@ -300,7 +300,7 @@ class RequestTable:
             self._free_request(row)
 
     def _end_turns(self, rows: IntArray) -> None:
-        """Take requests [n] out of the batch; park those that wait for another turn, and forget the others."""
+        """Remove requests [n] from the batch; park those that await another turn, and free the others."""
         self._remove_running(rows)
         for row in rows.tolist():
             request = self.columns.requests[row]
@@ -312,13 +312,13 @@ class RequestTable:
                 self._free_request(row)
 
     def _remove_running(self, rows: IntArray) -> None:
-        """Take requests [n] out of the batch, and discard their unread tokens."""
+        """Remove requests [n] from the batch, and discard their unread tokens."""
         self.running = self.running[~np.isin(self.running, rows)]
         for readback in self._readbacks:
             self.stats.discarded_tokens += readback.discard(rows)
 
     def _evict(self) -> bool:
-        """Free the blocks of the queue's prefix, or of the request parked last; return whether any were freed.
+        """Free the blocks of a queued prefix, or of the most recently parked request; return whether any were freed.
 
         The rest of the group, or the request's next turn, has to be prefilled again. If all replies take equally long,
         the requests that were parked first continue first.
@@ -343,10 +343,10 @@ class RequestTable:
         self.stats.preemptions += 1
 
     def _free_request(self, row: int) -> None:
-        """Forget a request that is not running, and free its row and its blocks.
+        """Drop a request that is not running, and free its row and blocks.
 
         With asynchronous decoding, the step in flight may still write its keys. The blocks can be reused anyway:
-        whatever writes there next is launched later and runs later.
+        the next write to them is launched later and runs later.
         """
         del self.columns.requests[row]
         self._blocks.remove(row)
@@ -356,11 +356,11 @@ class Readback:
     """One sampled token for each of B running requests, on its way to the host."""
 
     def __init__(self, rows: IntArray, sampled: Tensor, weight_version: int):
-        """Start the copy, without waiting for the device."""
+        """Start the copy without blocking."""
         self._rows = rows
         self._is_live = np.ones(len(rows), np.bool_)
         self._weight_version = weight_version
-        # From CUDA, the copy goes to pinned memory and runs while the host continues.
+        # On CUDA, the copy goes to pinned memory and runs while the host continues.
         self._sampled = sampled.to("cpu", non_blocking=True)
         self._copy_done: torch.cuda.Event | None = None
         if sampled.is_cuda:
@@ -374,7 +374,7 @@ class Readback:
         return int(is_discarded.sum())
 
     def read(self) -> tuple[IntArray, Stream]:
-        """Wait for the copy; return the rows of the requests [n] still in the batch, and their TOKEN [n]."""
+        """Wait for the copy; return the rows of the requests [n] still in the batch, and their tokens, TOKEN [n]."""
         if self._copy_done is not None:  # wait for work launched before the copy, not for later work
             self._copy_done.synchronize()
         ids, logprob_bits = self._sampled.numpy()

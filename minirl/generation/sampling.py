@@ -1,11 +1,11 @@
-"""Sample the next token with its exact logprob. The random numbers depend only on the request and the position.
+"""Sample next tokens with their exact logprobs. Random numbers depend only on the request and the position.
 
 A request's key is 64 bits derived from (seed, purpose, prompt ordinal, sample, branch). The uniform number that
 selects a token is a hash of the key and the token's position, so a request draws the same numbers in any batch, on
-any rank, in any order. The token is found by inverting the cumulative distribution in fp64: in fp32, rounding of the
+any rank, in any order. The token is found by inverting the cumulative distribution in fp64: in fp32, rounding in the
 cumulative sum would make most tokens of a large vocabulary unreachable. Logprobs are natural logarithms at the
-sampling temperature. Training scores tokens with the same vocabulary chunks and the same `log_softmax`, so that both
-get the same bits.
+sampling temperature. Training scores tokens with the same vocabulary chunks and the same `log_softmax`, so both
+results are bitwise equal.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ Number = TypeVar("Number", int, Tensor)
 
 
 def _to_signed(x: int) -> int:
-    """Return the signed number with the same 64 bits."""
+    """Reinterpret an unsigned 64-bit number as signed."""
     is_negative = x >> 63
     return x - (1 << 64) if is_negative else x
 
@@ -60,7 +60,7 @@ def _shift_right(x: Number, bits: int) -> Number:
 def request_key(seed: int, *, purpose: str, prompt_ordinal: int, sample: int, branch: int = 0) -> int:
     """Return a request's key, a signed 64-bit number. `prompt_ordinal` counts prompts over the whole run.
 
-    Keys of a rollout's further branches are mixed once more than the key of its first branch.
+    The keys of a rollout's later branches are mixed once more than its first branch's key.
     """
     # Mix each part into the result of the previous parts. If the parts were mixed alone and then added or xored,
     # different requests could collide.
@@ -74,7 +74,7 @@ def request_key(seed: int, *, purpose: str, prompt_ordinal: int, sample: int, br
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """Return fp64 uniforms [B] in [0, 1) for int64 `keys` [B] and token `positions` [B]."""
+    """Return uniform random numbers, fp64 [B], in [0, 1) for int64 `keys` [B] and token `positions` [B]."""
     bits = _splitmix64(_splitmix64(keys) + positions)
     # A double represents 53 bits exactly, so the upper 53 of the 64 become multiples of 2^-53.
     upper_bits = _shift_right(bits, 11)
@@ -117,7 +117,7 @@ def _first_index_above(cdf: Tensor, target: Tensor) -> Tensor:
     """Return the first index [B, 1] at which `cdf` [B, W] exceeds `target` [B, 1], or the last index.
 
     If the target is a uniform times the end of the cdf, some index exceeds it, since a uniform is at most 1 - 2^-53. A
-    cdf of NaN is the exception: then the sampled token's logprob is NaN, which reveals the error.
+    NaN cdf is the exception: the sampled token's logprob is then NaN, which reveals the error.
     """
     index = torch.searchsorted(cdf, target, right=True)
     return index.clamp_(max=cdf.shape[1] - 1)
@@ -131,14 +131,14 @@ def sample(
     *,
     vocab_chunk: int = VOCAB_CHUNK,
 ) -> Tensor:
-    """Sample tokens from hidden [B, D] and the head's weight [V, D]. On CUDA, never waits for the device.
+    """Sample tokens from hidden states [B, D] and the head's weight [V, D], on CUDA without blocking the host.
 
     Returns int32 [2, B], for a single copy to the host: tokens, and the bits of their fp32 logprobs.
 
     positions int64 [B]: positions of the sampled tokens. sampling_params, on the device, from `RequestColumns`: keys
-    int64 [B]; temperature fp32 [B], where 0 takes the most likely token, and its logprob at temperature 1; the fields
-    of `Truncation`, top_k int64 [B] and top_p fp64 [B], or nothing if no request is truncated. vocab_chunk: vocabulary
-    tokens per product with the head; on CUDA, a single product covers all tokens.
+    int64 [B]; temperature fp32 [B], where 0 picks the most likely token, with its logprob at temperature 1; the
+    `Truncation` fields, top_k int64 [B] and top_p fp64 [B], or nothing if no request uses truncated sampling.
+    vocab_chunk: number of vocabulary tokens per matmul with the head; on CUDA, one matmul covers the whole vocabulary.
     """
     keys, temperature, *truncation = sampling_params
     uniform = uniforms(keys, positions)
@@ -150,7 +150,7 @@ def sample(
         logits = chunk_logits(hidden, head, divisor)
     if truncation:
         truncate(logits, temperature, *truncation)
-        # The logits are already divided; 0 still takes the most likely token.
+        # The logits are already divided by it; 0 still picks the most likely token.
         temperature = (temperature > 0).float()
     chunk_totals = None
     if is_on_cpu and logits.shape[1] > vocab_chunk:
@@ -169,7 +169,7 @@ def sample(
 def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> None:
     """Set the logits fp32 [B, V] of tokens excluded from sampling to -inf, like transformers' logits processors.
 
-    The logits are already divided by the temperature. top_k and top_p [B] are the fields of `Truncation`. A row with
+    The logits are already divided by the temperature. top_k and top_p [B] are `Truncation` fields. A row with
     top_k 0 or temperature 0 keeps all tokens.
     """
     width = min(MAX_TOP_K, logits.shape[1])
