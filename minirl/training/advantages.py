@@ -1,8 +1,8 @@
 """Compute advantages from rewards, with pure functions of tensors.
 
-Rollout rewards are [P, G]: P groups of G rollouts of one prompt. Token rewards are streams [M] over the sampled tokens,
-sequence after sequence. `mean_and_variance`, `whiten` and `explained_variance` are collective, because they cover the
-tokens of all ranks; the other functions are not.
+Rollout rewards are [P, G]: P groups, each of G rollouts for one prompt. Token rewards are streams [M] over the sampled
+tokens, sequence after sequence. `mean_and_variance`, `whiten` and `explained_variance` are collective, because they
+cover all ranks' tokens; the other functions are not.
 """
 
 import torch
@@ -18,7 +18,7 @@ RELATIVE_ERROR = 1e-9
 def weighted_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sums [...] of rewards [..., K], with weights [K].
 
-    A NaN reward does not apply to its completion and is left out of the sum. The sum is NaN where no reward applies.
+    A NaN reward does not apply to the completion, so it is left out of the sum. The sum is NaN where no reward applies.
     Rewards with weight 0 are only logged.
     """
     scores = rewards.nan_to_num(0.0) @ weights
@@ -38,7 +38,7 @@ def have_zero_variance(rewards: Tensor) -> Tensor:
 
 
 def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps: float = EPS) -> Tensor:
-    """Return the advantages [P, G] of rewards [P, G]: subtract a baseline, then divide by a norm.
+    """Return the advantages [P, G] for rewards [P, G]: subtract a baseline, then divide by a norm.
 
     baseline:
         "mean": the group's mean (GRPO, arXiv:2402.03300; with norm "none" Dr.GRPO, arXiv:2503.20783).
@@ -51,7 +51,7 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
         "none", "whiten": 1. `whiten` later normalizes the tokens' advantages.
 
     Standard deviations have ddof 1. With baseline "mean" or "leave_one_out", a zero-variance group gets exactly 0. A
-    NaN reward is left out of all statistics and gets 0; so does a reward whose statistics need more rewards.
+    NaN reward is left out of all statistics and gets 0; so does a reward with too few others for these statistics.
     """
     if isinstance(baseline, Tensor):
         centered = rewards - baseline[:, None]
@@ -74,12 +74,13 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
         centered = centered / (_standard_deviation(rewards, [0, 1]) + eps)
     elif norm not in ("none", "whiten"):
         raise ValueError(f"advantage norm {norm!r} is unknown")
-    # NaN if the reward or the greedy reward is missing, or if a standard deviation has fewer than two rewards.
+    # NaN if the reward or the greedy reward is missing, or if a standard deviation would be computed from fewer than
+    # two rewards.
     return centered.nan_to_num(0.0)
 
 
 def _standard_deviation(rewards: Tensor, dims: list[int]) -> Tensor:
-    """Return the standard deviation (ddof 1, dims kept) of the rewards that are not NaN; NaN for fewer than two."""
+    """Return the standard deviation (ddof 1, dims kept) of the non-NaN rewards; NaN for fewer than two."""
     count = (~rewards.isnan()).sum(dims, keepdim=True)
     squares = (rewards - rewards.nanmean(dims, keepdim=True)).square()
     return (squares.nansum(dims, keepdim=True) / (count - 1)).sqrt()
@@ -89,10 +90,10 @@ def select_groups(is_zero_variance: Tensor, count: int) -> list[int]:
     """Select `count` of P groups to train on and return their indices, ascending.
 
     Takes the first groups with a learning signal and, if they are too few, the first of the others. is_zero_variance:
-    bool [P], see `have_zero_variance`.
+    bool [P]; see `have_zero_variance`.
 
-    This is DAPO's dynamic sampling (arXiv:2503.14476 eq. 11). It compares accuracies, not rewards with a length
-    penalty, which would give every group some variance.
+    This is DAPO's dynamic sampling (arXiv:2503.14476 eq. 11). It compares accuracies rather than rewards with a
+    length penalty, which would give every group some variance.
     """
     # A stable sort keeps the order among groups with a signal, and among groups without one.
     return sorted(is_zero_variance.int().argsort(stable=True)[:count].tolist())
@@ -107,12 +108,12 @@ def gae(
     gae_lambda: float,
     bootstrap: Tensor,
 ) -> Tensor:
-    """Return generalised advantage estimates [M] of sampled tokens (arXiv:1506.02438 eq. 16).
+    """Return generalised advantage estimates [M] for sampled tokens (arXiv:1506.02438 eq. 16).
 
     The streams rewards and values [M] contain N sequences with `lengths` [N]; estimates never cross from one sequence
-    into another. rewards[t] is the reward of token t, values[t] the value of the state before it. bootstrap [N] is the
-    value of the state after the last token, 0 for a finished sequence. Values are regressed on the returns: estimates +
-    values.
+    into another. rewards[t] is token t's reward, values[t] the value of the state before it. bootstrap [N] is the
+    value of the state after the last token, 0 for a finished sequence. Values are regressed on the returns, which are
+    estimates + values.
     """
     advantages = torch.zeros_like(values)
     next_advantage = torch.zeros_like(bootstrap)  # [N], the estimate of the next token
@@ -150,7 +151,7 @@ def token_rewards(scores: Tensor, kl: Tensor, lengths: Tensor, *, kl_coef: float
 
 
 def mean_and_variance(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and variance (ddof 1) over all ranks' values [M_r], fp64 on the host (collective)."""
+    """Return the mean and variance (ddof 1) of all ranks' values [M_r], fp64 on the host (collective)."""
     values = values.double().cpu()
     total_count, total = all_reduce_sum(values.new_tensor([len(values), float(values.sum())]))
     mean = total / total_count
@@ -169,7 +170,7 @@ def whiten(values: Tensor) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """Return the fraction of the returns' variance that the values explain, over all ranks' [M_r] (collective).
+    """Return the fraction of the returns' variance that the values [M_r] explain, across ranks (collective).
 
     It is at most 1, and 0 if the returns vary only by rounding errors.
     """

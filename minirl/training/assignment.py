@@ -3,7 +3,7 @@
 All ranks compute about the same number of tokens. A microbatch computes a prompt once for all its sequences, so a
 prompt's sequences stay together as far as load balance allows.
 
-All functions here are pure: every rank calls them with the same arguments, and nothing communicates.
+All functions here are pure and need no communication: every rank calls them with the same arguments.
 """
 
 import heapq
@@ -40,10 +40,10 @@ def plan_microbatches(
     may be empty. Without sequences there are no microbatches.
 
     A piece is a set of sequences with one prompt, at first all of them. Pieces are placed one by one, largest first. A
-    piece goes to the rank that it leaves with the smallest load, into a microbatch that already has its prompt, or else
-    the first one with room. If that rank would exceed an equal share of all tokens, or the piece fits no microbatch, it
-    is split in half instead, down to single sequences. So most prompts are computed on one rank only, and loads are as
-    balanced as if single sequences were placed.
+    piece goes to the rank whose load stays smallest with it, into a microbatch that already has its prompt, or else the
+    first one with room. If that rank would exceed an equal share of all tokens, or the piece fits no microbatch, the
+    piece is split in half instead, down to single sequences. So most prompts are computed on one rank only, and loads
+    are as balanced as if single sequences were placed.
 
     Example: 3 sequences with 60, 40 and 90 tokens, 2 ranks, at most 95 tokens. Rank 0 computes the third, then nothing;
     rank 1 computes the first, then the second.
@@ -101,7 +101,7 @@ def _make_piece(members: list[SequenceInfo]) -> _Piece:
 
 @dataclass
 class _Load:
-    """The sequences of a rank or of one of its microbatches. A shared prompt counts once."""
+    """The sequences assigned to a rank or to one of its microbatches. A shared prompt counts once."""
 
     members: list[SequenceInfo] = field(default_factory=list)
     prompts: set[RolloutId] = field(default_factory=set)

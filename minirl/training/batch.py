@@ -1,9 +1,9 @@
-"""Packed batches of rollouts, and the exchange that brings each sequence to the rank that trains on it.
+"""Packed batches of rollouts, and the exchange that sends each sequence to the rank that trains on it.
 
 Each branch of a `Rollout` is a `SampledSequence`, a prompt with a completion on the host; most rollouts have one. A
 `Batch` concatenates N of these sequences, T tokens in all, on the device: a stream is a tensor [T] with one element per
-token. Every rank knows the `RolloutInfo` of each rollout of a step, and so the `SequenceInfo` of each sequence. From
-these it plans updates and builds batches. Only `gather_infos`, `gather_to_rollouts` and `exchange` are collective.
+token. Every rank knows every `RolloutInfo` of a step, and thus every `SequenceInfo`. It plans updates and builds
+batches from these. Only `gather_infos`, `gather_to_rollouts` and `exchange` are collective.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from minirl.training.losses import repeat_over_tokens, sequence_sums
 
 
 class SequenceInfo(NamedTuple):
-    """Metadata of a sequence, which is a branch of a rollout, usually the only one. Infos sort by id.
+    """Metadata for a sequence: a branch of a rollout, usually its only one. Infos sort by id.
 
     num_tokens: its length, including the prompt. is_truncated: whether a limit truncated this branch. owner_rank: the
     rank that has the rollout. rollout_index: the rollout's index in the step, p * G + g in groups [P, G].
@@ -51,7 +51,7 @@ Microbatch = list[SequenceInfo]  # the sequences of one forward-backward pass
 
 
 class RolloutInfo(NamedTuple):
-    """Metadata of a rollout, which every rank has. Infos sort by id."""
+    """Metadata for a rollout, known to every rank. Infos sort by id."""
 
     sequences: list[SequenceInfo]  # one per branch
     is_truncated: bool  # whether a limit truncated the rollout
@@ -69,7 +69,7 @@ class RolloutInfo(NamedTuple):
 
 
 def independent_sequences(lengths: Iterable[int]) -> tuple[SequenceInfo, ...]:
-    """Return infos of sequences with these lengths, each from its own rollout and prompt."""
+    """Return infos for sequences with these lengths, each from its own rollout and prompt."""
     return tuple(SequenceInfo(RolloutId(i, 0), n, rollout_index=i) for i, n in enumerate(lengths))
 
 
@@ -142,8 +142,8 @@ class Batch:
     def layout(self) -> PackedLayout:
         """Return the packed layout of the batch's tokens for the model.
 
-        The first sequence with a prompt is the parent of the others, which share its prompt tokens. Example: sequences
-        0, 1 and 3 have one prompt of 5 tokens; 0 is the parent of 1 and 3, which share 5 tokens with it.
+        The first sequence with a given prompt is the parent of the others, which share its prompt tokens. Example:
+        sequences 0, 1 and 3 have the same prompt of 5 tokens; 0 is the parent of 1 and 3, which share 5 tokens with it.
         """
         sequences = list(map(attention.Sequence, self.lengths))
         parent_of: dict[RolloutId, int] = {}
@@ -204,7 +204,7 @@ class Batch:
 
 
 def gather_infos(rollouts: Sequence[Rollout], rewards: Tensor) -> list[RolloutInfo]:
-    """Gather the infos of all ranks' rollouts, sorted (collective). rewards: fp64 [n, K] of this rank's n rollouts."""
+    """Gather sorted infos for all ranks' rollouts (collective). rewards: fp64 [n, K] of this rank's n rollouts."""
     local_infos = [
         RolloutInfo(list(map(_sequence_info, rollout.branches)), rollout.is_truncated, rollout_rewards)
         for rollout, rollout_rewards in zip(rollouts, rewards.tolist(), strict=True)
@@ -214,7 +214,7 @@ def gather_infos(rollouts: Sequence[Rollout], rewards: Tensor) -> list[RolloutIn
 
 
 def gather_to_rollouts(batch: Batch, values: Tensor, num_rollouts: int) -> Tensor:
-    """Sum values [n] of the batch's sequences over the branches of each rollout, on all ranks (collective).
+    """Sum the batch's sequence values [n] over each rollout's branches, across ranks (collective).
 
     Returns fp64 [num_rollouts] on the host, the same on every rank, with 0 for a rollout that is in no batch.
     """
@@ -239,8 +239,8 @@ def exchange(
 
     The batch's sequences are sorted by id. rollouts: this rank's rollouts, in any order. plan: the microbatches
     [minibatch][rank] of all ranks; sequences outside the plan are not sent. First branches with the same prompt ordinal
-    must begin with the same prompt. streams: extra fields of the batch, each concatenated over the branches of these
-    rollouts; every rank passes the same names. batch_type: `Batch`, or a subclass with these fields.
+    must begin with the same prompt. streams: extra fields of the batch, each concatenated over these rollouts'
+    branches; every rank passes the same names. batch_type: `Batch`, or a subclass with these fields.
 
     Example: rank 0 has the sequences 0, 4 and rank 1 has 1, 2, 3; plan = [[[[3]], [[0, 1, 4]]]].
 
@@ -272,7 +272,7 @@ def exchange(
 
 
 def _sequence_info(branch: SampledSequence) -> SequenceInfo:
-    """Return the info of a branch on this rank."""
+    """Return the info for a branch on this rank."""
     return SequenceInfo(
         branch.rollout_id,
         len(branch.stream),

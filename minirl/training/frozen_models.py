@@ -1,4 +1,4 @@
-"""Models that are not trained: offloaded to host memory, and run over a batch without gradient."""
+"""Models that are not trained: they are offloaded to host memory, and run over batches without gradient."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,7 +21,7 @@ def on_device(model: Transformer, device: torch.device) -> Iterator[None]:
 
     Nothing writes to the weights, so the host keeps its tensors, and offloading just drops the device's copies. For
     CUDA, the host's tensors are pinned at first use, so that copying them does not block the host. Pinning takes up to
-    twice their bytes (torch rounds each tensor up to a power of two). On the CPU nothing is copied. Not collective.
+    twice their size (torch rounds each tensor up to a power of two). On the CPU nothing is copied. Not collective.
     """
     host = []
     try:
@@ -32,7 +32,7 @@ def on_device(model: Transformer, device: torch.device) -> Iterator[None]:
             parameter.data = parameter.data.to(device, non_blocking=True)
         yield
     finally:
-        # The device may have run out of memory before the last weights.
+        # The device may have run out of memory before the last weights were copied.
         for parameter, host_data in zip(model.parameters(), host, strict=False):
             parameter.data = host_data
 
@@ -40,8 +40,8 @@ def on_device(model: Transformer, device: torch.device) -> Iterator[None]:
 class FrozenModel:
     """A model that stays fixed while it scores a step's rollouts, and the streams that it computes for them.
 
-    The policy is one, too, until its update. A script may write to the parameters of `model` between two steps, for
-    example a moving average of the policy's weights.
+    The policy is one, too, until it is updated. A script may write to `model`'s parameters between steps, for example
+    to keep a moving average of the policy's weights.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class FrozenModel:
 
 
 def without_adapters(outputs: OutputFunction) -> OutputFunction:
-    """Return `outputs` without the adapters' contribution: a reference on the same storage, which takes no memory."""
+    """Return `outputs` with the adapters disabled: a reference that takes no extra memory."""
 
     def run_outputs(model: Transformer, batch: Batch) -> Sequence[Tensor]:
         scales = {m: m.lora_scale for m in model.modules() if isinstance(m, Linear)}

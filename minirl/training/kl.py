@@ -1,4 +1,4 @@
-"""Estimators of the KL divergence to another model."""
+"""Estimators of the KL divergence from another model."""
 
 import torch
 from torch import Tensor

@@ -96,14 +96,14 @@ def importance_weights(
     low: float = 0.0,
     high: float = 2.0,
 ) -> Tensor:
-    """Return importance weights [T], without gradient, for tokens that another policy than the old one sampled.
+    """Return importance weights [T], without gradient, for tokens sampled by a policy other than the old one.
 
     rho = exp(old_logprobs - sample_logprobs), per token for "token_..." and per completion for "sequence_..."
     (`lengths` as in `importance_ratio`). "..._truncate" clamps rho to [low, high]; "..._mask" sets it to 0 outside
     [low, high]. The cap of 2 is verl's and open-instruct's; TRL's default is "sequence_mask" at 3. correction "none":
     all weights are 1.
 
-    Multiplied with the loss, they give the decoupled objective (arXiv:2505.24298 eq. 5). Do not use them if the loss's
+    Multiplying the loss by them gives the decoupled objective (arXiv:2505.24298 eq. 5). Do not use them if the loss's
     ratio already has the sampled logprobs in its denominator.
     """
     if correction == "none":
@@ -122,8 +122,8 @@ def importance_weights(
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> Tensor:
     """Return half the squared error of the values, with PPO's value clipping as in verl and TRL.
 
-    It is the larger error of the values and of the values clipped to within `clip` of the old ones. clip 0 disables
-    clipping.
+    The error is the larger of two: that of the values, and that of the values clipped to within `clip` of the old ones.
+    clip 0 disables clipping.
     """
     error = (values - returns).square()
     if clip:
@@ -145,11 +145,11 @@ def loss_weights(
 ) -> Tensor:
     """Return the loss weight fp64 [P, G] of each rollout's tokens in its minibatch.
 
-    With L_i = num_loss_tokens [P, G] and N rollouts in the minibatch (an optimizer step, on all ranks):
+    With L_i = num_loss_tokens [P, G] and N rollouts in the minibatch (an optimizer step, across ranks):
 
         "token_mean"     1 / sum(L)        (DAPO)
         "sequence_mean"  1 / (N L_i)       (GRPO)
-        "constant"       1 / (N constant)  (Dr.GRPO); constant: the length limit, never the batch's longest
+        "constant"       1 / (N constant)  (Dr.GRPO); constant: the length limit, never the longest in the batch
 
     Rollouts where `keep` bool [P, G] is false get 0 and count neither in N nor in sum(L).
     """

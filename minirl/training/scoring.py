@@ -29,11 +29,11 @@ from minirl.training.batch import Batch
 from minirl.training.losses import repeat_over_tokens
 
 TOKEN_CHUNK = 512  # tokens per chunk of logits on the CPU
-# Minimum to which logprobs are clamped before they are multiplied by the probability. The probability is 0 there, even
-# in fp64, and -inf * 0 would be NaN.
+# Logprobs are clamped to this minimum before they are multiplied by their probability, which is 0 there, even in fp64.
+# Without the clamp, -inf * 0 would be NaN.
 MIN_LOGPROB = -1e4
-# Logprob of a sampled token that is not in a model's vocabulary, about the smallest probability in fp32. With -inf, the
-# KL would be infinite and end the run.
+# Logprob of a sampled token that is not in a model's vocabulary, about the log of fp32's smallest number. With -inf,
+# the KL would be infinite and end the run.
 UNKNOWN_TOKEN_LOGPROB = -87.0
 
 
@@ -78,9 +78,9 @@ def value_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def clamp_unknown_tokens(model: Transformer, batch: Batch) -> Batch:
-    """Replace tokens that a teacher or value model lacks by its last token.
+    """Replace tokens that a teacher or value model lacks with its last token.
 
-    The policy may sample from a larger vocabulary than the model's.
+    The policy may sample from a larger vocabulary than that model's.
     """
     return batch.replace(tokens=batch.tokens.clamp(max=model.config.vocab_size - 1))
 
@@ -112,7 +112,7 @@ def batch_logit_divisor(batch: Batch) -> Tensor:
 def head_logprobs(states: Tensor, head: Tensor, targets: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
     """Return logprobs and entropies [M] of targets [M], given hidden states [M, D] and a head [V, D]. Not collective.
 
-    divisor [M, 1]: divides the logits, see `logit_divisor`.
+    divisor [M, 1]: divides the logits; see `logit_divisor`.
     """
     if states.device.type == "cpu":
         chunks = (TOKEN_CHUNK, VOCAB_CHUNK)
@@ -124,7 +124,7 @@ def head_logprobs(states: Tensor, head: Tensor, targets: Tensor, divisor: Tensor
 def refuse_skipped_gradient(
     objective: Tensor, new: Tensor, entropy: Tensor, micro: Batch, is_skipped: Tensor | None
 ) -> None:
-    """Reject a microbatch's objective that has a gradient for rollouts that the script skips.
+    """Reject a microbatch's objective if it has a gradient for rollouts that the script skips.
 
     new, entropy: the results of `score_batch` that `objective` was computed from. is_skipped: bool [P, G] over the
     step's rollouts, or None if none is skipped. Raises InputError. Not collective.
@@ -170,7 +170,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         token_chunks = zip(*(x.split(token_chunk) for x in (hidden, targets[:, None], divisor)), strict=True)
         results = [_score_token_chunk(head_chunks, *chunk) for chunk in token_chunks]
         logprobs, entropies, totals = (torch.cat(parts) for parts in zip(*results, strict=True))
-        # A loss that does not use entropies does not compute their gradient.
+        # Entropies that the loss does not use need no gradient.
         ctx.set_materialize_grads(False)
         ctx.token_chunk = token_chunk
         ctx.vocab_chunk = vocab_chunk
@@ -183,7 +183,7 @@ class ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """See the class."""
         hidden, head, targets, divisor, entropies, totals = ctx.saved_tensors
-        # The incoming gradients, multiplied by the 1 / T of the formulas.
+        # The incoming gradients, multiplied by the formulas' 1 / T.
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(entropies)
         logprob_grad = grad_logprobs[:, None] / divisor

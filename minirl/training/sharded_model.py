@@ -1,8 +1,9 @@
 """FSDP2 with one weight storage: the engine decodes with the same tensors that training computes with.
 
-The optimizer updates sharded fp32 masters. Each rank also keeps the full weights in the compute dtype: gathered once,
-never resharded, and refreshed in place after each optimizer step, at addresses that never change. Gradients are summed
-over the ranks, not averaged, because loss weights are already normalized by global counts. No other file uses FSDP.
+The optimizer updates sharded fp32 master weights. Each rank also keeps the full weights in the compute dtype: gathered
+once, never resharded, and refreshed in place after each optimizer step, at addresses that never change. Gradients are
+summed across ranks, not averaged, because loss weights are already normalized by global counts. No other file uses
+FSDP.
 
 With `shard_weights`, a rank keeps only the embedding, head and final norm in full. It decodes with its shards of the
 layers' weights (`model.shards`). Training and scoring gather one layer at a time.
@@ -38,15 +39,14 @@ class ShardedModel:
     dtype: the compute dtype.
     masters: sharded fp32 (or fp64) copies of the trained parameters, keyed by name. The optimizer updates these.
     compute_weights: all parameters in full, in the compute dtype, keyed by name. Generation, scoring and training use
-    these. With `shard_weights`: the root's in full, and for the decoder's layers this rank's rows of matrices, and
-    vectors.
-    decoder: the same weights for inference, without FSDP's hooks, which cost a decode step 5 %. With `shard_weights` it
-    only generates, and a model that never decodes has none.
+    these. With `shard_weights`, the decoder's linear layers have only this rank's rows.
+    decoder: an inference model with the same weights, without FSDP's hooks, which would slow a decode step down by 5 %.
+    With `shard_weights` it only generates, and a model that never decodes has none.
     scorer: the model that scores batches without gradient: the decoder, or with `shard_weights` the module, which all
     ranks must call equally often (collective).
 
-    The constructor, `step`, `refresh`, `load_state` and `backward` are collective; without `shard_gradients` only an
-    optimizer step's last `backward` is.
+    The constructor, `step`, `refresh`, `load_state` and `backward` are collective; without `shard_gradients`, only the
+    last `backward` of each optimizer step is.
     """
 
     def __init__(
@@ -65,17 +65,17 @@ class ShardedModel:
     ):
         """Load this rank's shard of the folder's weights, and gather the compute weights in `dtype`.
 
-        shard_gradients: sum gradients over the ranks in each microbatch, unit by unit, so that a rank keeps its shard
-        of the gradients plus one unit's. Otherwise each rank keeps all gradients until the last microbatch. No effect
-        on one rank, unless shards are in host memory.
+        shard_gradients: sum gradients across ranks in each microbatch, unit by unit, so that a rank keeps its shard
+        of the gradients plus one unit's full ones. Otherwise each rank keeps all gradients until the last microbatch.
+        No effect on one rank, unless shards are in host memory.
 
-        offload_optimizer: keep masters, sharded gradients and the optimizer's state in host memory (pinned, for copies
+        offload_optimizer: keep master weights, sharded gradients and optimizer state in host memory (pinned, for copies
         to and from a GPU), and run the optimizer there. No effect on the CPU.
 
         shard_weights: see the module's docstring. Also shards gradients and frozen parameters. No effect on one rank.
 
-        is_frozen: whether to freeze the parameter with a given name: no master, gradient or moments. If `config` has
-        adapters, all parameters except these and a scalar head are frozen, too.
+        is_frozen: whether to freeze the parameter with a given name, so that it has no master weight, gradient or
+        moments. If `config` has adapters, all parameters except these and a scalar head are frozen, too.
 
         base: a model to share frozen weights with, if both come from the same folder and ranks keep full weights.
         """
@@ -86,7 +86,7 @@ class ShardedModel:
         has_shards = world_size() > 1 or offload_optimizer
         self._sums_every_microbatch = self._shards_weights or (shard_gradients and has_shards)
 
-        # 1. Create parameters without values. Frozen ones have no masters, so they have the compute dtype.
+        # 1. Create parameters without values. Frozen ones, without master weights, use the compute dtype.
         self.module = make_meta_model(config, recompute_layers=recompute_layers).to(at_least_fp32(dtype))
         frozen: dict[str, Any] = {}
         for name, parameter in self.module.named_parameters():
@@ -98,7 +98,7 @@ class ShardedModel:
             frozen |= {name: base._frozen[name] for name in frozen.keys() & base._frozen.keys()}
             _assign_weights(self.module, frozen)
 
-        # 2. Shard them. Frozen parameters stay full if weights do.
+        # 2. Shard them. Frozen parameters stay full if the weights do.
         self._units = [*self.module.layers, self.module]
         full = set() if self._shards_weights else set(frozen.values())
         self._shard_units(device, full, offload_optimizer=offload_optimizer)
@@ -152,10 +152,10 @@ class ShardedModel:
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
 
     def full_weights(self, *, keep: bool) -> dict[str, Tensor]:
-        """Return a checkpoint's weights; {} without `keep`.
+        """Return the weights to save in a checkpoint; {} without `keep`.
 
-        These are the compute weights or, with adapters, all masters. Masters, and with `shard_weights` all weights, are
-        gathered to the host one by one (collective).
+        These are the compute weights or, with adapters, all master weights. Master weights, and with `shard_weights`
+        all weights, are gathered to the host one by one (collective).
         """
         if self.module.config.adapters is not None:
             sharded, dtype = self.masters, at_least_fp32(self.dtype)
@@ -173,7 +173,7 @@ class ShardedModel:
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Accumulate the gradient of a microbatch's loss.
 
-        With `is_last`, at the last microbatch of an optimizer step, also sum gradients over the ranks (collective).
+        With `is_last`, at the last microbatch of an optimizer step, also sum gradients across ranks (collective).
         Ranks may have different numbers of microbatches, but each has at least one (possibly empty), or no rank has
         any. With `shard_gradients` every call sums (collective), so all ranks must have the same number of
         microbatches, which `assignment.plan_microbatches` guarantees.
@@ -185,7 +185,7 @@ class ShardedModel:
     def make_optimizer(
         self, *, betas: tuple[float, float] = (0.9, 0.95), weight_decay: float = 0.0
     ) -> torch.optim.AdamW:
-        """Make AdamW over the masters, with its state allocated. `step` sets the learning rate.
+        """Make AdamW for the master weights, with its state allocated. `step` sets the learning rate.
 
         Weight decay applies only to matrices, not to norms and biases.
 
@@ -207,14 +207,14 @@ class ShardedModel:
         return optimizer
 
     def step(self, optimizer: torch.optim.Optimizer, *, lr: float, max_grad_norm: float) -> float:
-        """Clip the gradient, update the masters, refresh the compute weights, and return the gradient norm.
+        """Clip the gradient, update the master weights, refresh the compute weights; return the gradient norm.
 
         lr: the learning rate of this update. A parameter group whose lr differs from the optimizer's default keeps that
         ratio.
 
-        The norm is taken before clipping, over the optimizer's parameters on all ranks; gradients of other parameters
+        The norm is taken before clipping, over the optimizer's parameters across ranks; gradients of other parameters
         are dropped. max_grad_norm 0 disables clipping. A gradient of exactly 0, for example without any `backward`,
-        makes no update, because momentum alone would still move the weights.
+        skips the update, because momentum alone would still move the weights.
 
         Collective. Raises GuardError on all ranks: before the update if the norm is non-finite, after it if the weights
         are, so that such weights are never saved.
@@ -253,7 +253,7 @@ class ShardedModel:
     def state_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Return this rank's shards for a checkpoint. Not collective.
 
-        Names are "masters.NAME", and "exp_avg.NAME" and so on for the optimizer's state.
+        Keys are "masters.NAME" and, for the optimizer state, "exp_avg.NAME" and so on.
         """
         tensors = {}
         for name, master in self.masters.items():
@@ -265,12 +265,12 @@ class ShardedModel:
     def load_state(
         self, optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Tensor]], *, origin: str
     ) -> None:
-        """Load the masters and the optimizer's state, then refresh (collective).
+        """Load the master weights and the optimizer state, then refresh (collective).
 
         saved: the `state_tensors` of each rank of the run that saved them; its world size may differ. Needs host memory
         for one full tensor.
 
-        Raises InputError, naming `origin` and the tensor if the state belongs to another model.
+        Raises InputError, naming `origin` and the tensor, if the state belongs to another model.
         """
         # "exp_avg.model.norm.weight" is the "exp_avg" of "model.norm.weight".
         split_keys = {key: key.split(".", 1) for key in saved[0]}
@@ -293,18 +293,18 @@ class ShardedModel:
     @torch.no_grad()
     @spent_on("refresh")
     def refresh(self) -> None:
-        """Copy the masters into the compute weights, in place (collective).
+        """Copy the master weights into the compute weights, in place (collective).
 
-        Temporarily needs twice the memory of GATHER_BATCH parameters, but none on one rank with its masters on the
-        device.
+        Temporarily needs twice the memory of GATHER_BATCH parameters, but none on a single rank whose master weights
+        are on the device.
         """
-        # Copies from the host are asynchronous. They end before the optimizer next writes to the masters, because that
-        # needs gradients computed with the copied weights.
+        # Copies from the host are asynchronous. They end before the optimizer next writes to the master weights,
+        # because that needs gradients computed with the copied weights.
         self._copy_to_compute_weights(self.masters)
         wait_for_device()
 
     def _copy_to_compute_weights(self, parameters: Mapping[str, Tensor]) -> None:
-        """Copy sharded parameters into the compute weights of the same names: own rows or all rows (collective)."""
+        """Copy sharded parameters, own rows or all rows, into the compute weights of the same names (collective)."""
         gathered: list[tuple[Tensor, Tensor]] = []  # weights, and this rank's shards
         for name, weight in self.compute_weights.items():
             if name in parameters:
@@ -332,7 +332,7 @@ class ShardedModel:
 
 
 class Storage(NamedTuple):
-    """The weights and models that `ShardedModel` computes with; see its attributes of the same names."""
+    """The weights and models that `ShardedModel` computes with; see its attributes with the same names."""
 
     compute_weights: dict[str, Tensor]
     decoder: Transformer
@@ -356,7 +356,7 @@ def full_storage(module: Transformer, frozen: Mapping[str, Tensor], device: torc
 def sharded_storage(
     module: Transformer, frozen: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> Storage:
-    """Gather the root's weights, and make a decoder whose linear layers have this rank's rows, initially 0
+    """Gather the root's weights, and make a decoder whose linear layers have this rank's rows, set to 0
     (collective).
 
     Rows of frozen parameters share storage with the shards if their shapes and devices match.
