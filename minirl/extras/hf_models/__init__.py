@@ -1,1 +1,1 @@
-"""Models without modules of minirl's, run with transformers' own modules."""
+"""Models that minirl does not implement, run with transformers' modules."""

@@ -1,8 +1,8 @@
-"""Compare a small model of a config.json, as minirl runs it, with transformers' eager attention.
+"""Compare a small model with a config.json's architecture, as minirl runs it, with transformers' eager attention.
 
 This measurement rejects what a list of supported features would miss: logit soft caps, states that leak from one
-sequence into the next, ignored positions, ropes that depend on the longest sequence. The small model has all layers of
-the config and its attention types. Windows, and the original positions of a scaled rope, are short enough for the
+sequence into the next, ignored positions, ropes that depend on the longest sequence. The small model has all of
+the config's layers and attention types. Windows, and the original positions of a scaled rope, are short enough for the
 compared sequences to exceed them.
 """
 
@@ -25,7 +25,7 @@ from minirl.rollouts import Request, RolloutId
 from minirl.training.batch import Batch, pack
 from minirl.training.scoring import score_batch
 
-MAX_ERROR = 1e-4  # relative; correct models have 5e-7, with sharp attention 3e-5
+MAX_ERROR = 1e-4  # relative; correct models have 5e-7, or 3e-5 with sharp attention
 MIN_WINDOW = 16  # the small model's smallest window
 PROMPTS = (5, 30, 82)
 NUM_NEW = 8
@@ -93,7 +93,7 @@ def ends_at_original(config: Any) -> bool:
 
 @torch.no_grad()
 def scramble_weights(hf: Any) -> None:
-    """Set weights so that every part matters: vectors off 0 and 1, and logits that a soft cap would change."""
+    """Set weights so that every part matters: norms and biases are not 1 or 0, and a soft cap would show."""
     generator = torch.Generator().manual_seed(0)
     embedding, head = hf.get_input_embeddings().weight, hf.get_output_embeddings().weight
     for parameter in hf.parameters():
@@ -110,7 +110,7 @@ def scramble_weights(hf: Any) -> None:
 
 
 def model_config(config: Any, *, is_tied: bool) -> ModelConfig:
-    """Return the `ModelConfig` of a transformers config, without its layers' windows."""
+    """Return the `ModelConfig` for a transformers config, without its layers' windows."""
     text = config.get_text_config()
     inner_size = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     num_active = getattr(text, "num_experts_per_tok", None) or 1
@@ -139,7 +139,7 @@ def model_config(config: Any, *, is_tied: bool) -> ModelConfig:
 
 
 def make_oracle(small: Any) -> Any:
-    """Make transformers' model with eager attention and the weights of `scramble_weights`."""
+    """Make transformers' model with eager attention and weights from `scramble_weights`."""
     from transformers import AutoModelForCausalLM
 
     small = copy.deepcopy(small)  # building a model changes its config's ropes
@@ -164,9 +164,9 @@ def check_native(config: Any, read: Callable[[Mapping[str, Any]], ModelConfig]) 
 
 
 def measure(config: Any) -> tuple[ModelConfig, bool]:
-    """Return the `ModelConfig` of transformers' modules, and whether decoding is bitwise equal to scoring.
+    """Return the `ModelConfig` for transformers' modules, and whether decoding is bitwise equal to scoring.
 
-    Raises InputError, naming what differs from transformers.
+    Raises InputError, naming the difference from transformers.
     """
     small, real_windows = shrink_config(config)
     oracle = make_oracle(small)
@@ -225,7 +225,7 @@ def _compare(model: Any, oracle: Any) -> bool:
 
     packed = scored(batch)
     decoded = batch.sample_logprobs[batch.loss_index]
-    # Ordered so that the first difference has the plainest reason.
+    # Ordered so that the first difference has the simplest explanation.
     for got, wanted, reason in (
         (
             scored(batch.select(batch.sequences[:1])),

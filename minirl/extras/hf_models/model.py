@@ -45,7 +45,7 @@ _ELEMENTWISE = {
 
 @dataclass
 class Stream:
-    """The stream that a model's modules run on, which they all share.
+    """The packed stream that a model's modules run on; they all share it.
 
     attention_calls: if a list, records each attention call as (layer, window, shape of the keys).
     """
@@ -65,7 +65,7 @@ def packed_attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Run `attend` as an attention function of transformers: [1, heads, T, C] -> [1, T, heads, C].
+    """Run `attend` as a transformers attention function: [1, heads, T, C] -> [1, T, heads, C].
 
     Raises InputError, naming an unsupported argument that would change the result.
     """
@@ -90,7 +90,7 @@ def packed_attention(
 class _BatchInvariant(TorchFunctionMode):
     """Makes each matmul row and each elementwise result on the CPU bitwise independent of the batch.
 
-    Its own calls go to torch directly, because a mode is off while it handles a call.
+    Its own calls go to torch directly, because a mode is disabled while it handles a call.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -121,7 +121,7 @@ class _Linear(Linear):
 
 
 def _fuse_norm(norm: Any) -> None:
-    """Make an RMSNorm run `F.rms_norm`, which keeps less for backward; any other norm stays as it is."""
+    """Make an RMSNorm run `F.rms_norm`, which saves less for backward; leave any other module unchanged."""
     weight = getattr(norm, "weight", None)
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if weight is None or eps is None or not type(norm).__name__.endswith("RMSNorm"):
@@ -138,7 +138,7 @@ def _fuse_norm(norm: Any) -> None:
 
 
 def build_on_meta(config: Any) -> Any:
-    """Build transformers' model of a config, without parameter values but with buffers that no checkpoint stores."""
+    """Build transformers' model for a config, without parameter values but with buffers that no checkpoint stores."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register("minirl", packed_attention)
@@ -196,7 +196,7 @@ class HFTransformer(nn.Module):
         if config.scalar_head:
             self.score = Linear(config.hidden_size, 1, bias=False)
 
-        # 2. The caller multiplies by the head, so whatever the model does to logits is done to hidden states.
+        # 2. The caller multiplies by the head, so whatever the model does to logits applies to hidden states.
         head.forward = lambda states: states
 
         # 3. Attention gets the stream; linear layers get support for adapters.
@@ -231,7 +231,7 @@ class HFTransformer(nn.Module):
 
     @property
     def lm_head(self) -> Any:
-        """The LM head, whatever its name."""
+        """The LM head, regardless of its name."""
         return self._parts.head
 
     @property

@@ -1,4 +1,4 @@
-"""Models that run with transformers' modules: the shape of a config.json, and its tensors' names in checkpoints."""
+"""Models that run with transformers' modules: how their config.json is read and checkpoint tensors are named."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ class HFModel:
             return HFTransformer(hf, config, recompute_layers=recompute_layers)
 
     def to_checkpoint(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert parameters, under the model's names, to a checkpoint's tensors and names."""
+        """Convert parameters, keyed by the model's names, to tensors keyed by a checkpoint's names."""
         from transformers.core_model_loading import revert_weight_conversion
 
         return revert_weight_conversion(_cached_hf(self.text), dict(tensors))
@@ -59,7 +59,7 @@ class HFModel:
 
 
 def read_hf_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Return the `ModelConfig` of a config.json. Raises InputError, naming the difference if it fails the gate."""
+    """Return the `ModelConfig` for a config.json. Raises InputError, naming the difference, if it fails the gate."""
     text = _config_text(raw)
     config, is_exact = _pass_gate(text)
     return dataclasses.replace(config, hf_backend=HFModel(text, is_exact))
@@ -82,9 +82,9 @@ def _config_text(raw: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _pass_gate(text: str, read: Callable[[Mapping[str, Any]], ModelConfig] | None = None) -> Any:
-    """Return the result of `gate.measure`, or with `read` of `gate.check_native`.
+    """Return the result of `gate.measure`, or of `gate.check_native` if `read` is given.
 
-    Raises InputError, naming the type.
+    Raises InputError, naming the model type.
     """
     raw = json.loads(text)
     try:
@@ -100,7 +100,7 @@ def _pass_gate(text: str, read: Callable[[Mapping[str, Any]], ModelConfig] | Non
 
 
 def _build_hf(text: str) -> Any:
-    """Build transformers' model of a config.json, on the meta device."""
+    """Build transformers' model for a config.json, on the meta device."""
     return build_on_meta(transformers_config(json.loads(text)))
 
 
