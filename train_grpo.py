@@ -64,9 +64,9 @@ class Config(RunConfig):
     kl_reward_coef: float = 0.0
     """coefficient of the k1 KL penalty in the reward (per completion; per token with --baseline none); 0 disables"""
     kl_coef: float = 0.0  # coefficient of the k3 KL penalty in the loss; 0 disables
-    teacher: str | None = None  # teacher for on-policy distillation: folder or hub id, same token ids
+    teacher: str | None = None  # folder or hub id of the on-policy distillation teacher (same token ids)
     teacher_coef: float | None = None  # coefficient of the teacher KL next to rewards (default: distil only)
-    policy_loss: Literal["clip", "cispo"] = "clip"  # PPO's clipped surrogate, or CISPO (zeroes no gradients)
+    policy_loss: Literal["clip", "cispo"] = "clip"  # PPO's clipped surrogate, or CISPO (keeps all gradients)
     ratio_level: Literal["token", "sequence_mean", "sequence_sum"] = "token"
     """importance ratio per token (PPO), or per sequence from the mean (GSPO) or sum (RLOO) of log ratios"""
     clip_high: float = 0.28
@@ -78,7 +78,7 @@ class Config(RunConfig):
 
     @property
     def needs_policy_logprobs(self) -> bool:
-        """Whether advantages include a KL term, so that the policy is scored before the update."""
+        """Whether advantages include a KL term, so that the policy must be scored before the update."""
         return bool(self.kl_reward_coef or self.teacher)
 
     @property

@@ -66,11 +66,11 @@ class Config(RunConfig):
     """[Objective] folder or hub id to initialize the value model from; a scalar head is optional (default: the policy)
     """
     value_lr: float | None = None
-    """peak learning rate of the value model (default: 1e-5, for the embedded model 1e-3)"""
+    """peak learning rate of the value model (default: 1e-5; 1e-3 for the embedded model)"""
     value_warmup_steps: int = 0  # initial steps that update only the value model
     value_clip: float = 0.2
     """clip range of values: values farther than this from the old ones get no gradient; 0 disables"""
-    kl_reward_coef: float = 0.0  # coefficient of the k1 KL penalty in the reward of each token; 0 disables
+    kl_reward_coef: float = 0.0  # coefficient of the k1 KL penalty in each token's reward; 0 disables
     gamma: float = 1.0  # discount per token
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation
     bootstrap_truncated: bool = False
@@ -248,7 +248,7 @@ def main(config: Config) -> int:
 
 
 def add_scoring(metrics: StepMetrics, groups: Groups, batch: Batch, kl: Tensor, returns: Tensor) -> None:
-    """Add metrics of the value model and, with a reference, of the KL [T] (collective). returns: [M]."""
+    """Add metrics for the value model and, with a reference, the KL [T] (collective). returns: [M]."""
     old_values = batch.values[batch.loss_mask].double()
     has_score = batch.spread_rollouts(~groups.weighted_rewards.isnan())[batch.loss_mask]
     explained = explained_variance(old_values[has_score], returns[has_score])
@@ -260,7 +260,7 @@ def add_scoring(metrics: StepMetrics, groups: Groups, batch: Batch, kl: Tensor, 
 
 
 def value_model_source(config: Config, setup: Setup) -> tuple[ModelConfig, Path]:
-    """Return the value model's config and folder. Raises InputError if it cannot read the policy's tokens."""
+    """Return the value model's config and folder. Raises InputError if it does not support the policy's tokens."""
     folder = (
         setup.checkpoint_folder("value") or model_folder_of_field(config, "value_model") or setup.model_folder
     )
