@@ -141,10 +141,11 @@ class TurnRecord:
 class EpisodeRecord:
     """The record of a finished episode, without its tokens. Empty if the rollout had no episode.
 
-    turns: the turns, branch by branch. rewards: named rewards, each the sum of the given and returned values; None for
-    a reward that does not apply. environment: `Episode.environment`, for reward functions that take it.
+    turns: the turns, branch by branch. rewards: named rewards, each the sum of the values added with
+    `Episode.reward` and the returned one; None for a reward that does not apply. environment: `Episode.environment`,
+    for reward functions that take it.
     prompt: the last branch's prompt as text, messages or token ids. tools: JSON schemas of the tools that it shows;
-    None if these are the run's tools. row: the `data.task.Row` of the episode.
+    None for the run's tools. row: the episode's `data.task.Row`.
     """
 
     turns: Sequence[TurnRecord] = field(default_factory=list)

@@ -5,7 +5,7 @@ keys; a mask or the kernel hides those outside the window. `block_pool` tracks e
 attention may cache one state per sequence, at its row.
 
 A decode step begins with `begin_step`. Its arrays are copied to the device, where `decode_layout` builds the layout.
-Most steps change no table, so a step costs the host a few operations on whole columns, regardless of how many
+Most steps change no table, so a step costs the host only a few operations on whole columns, regardless of how many
 sequences there are and how long they are.
 """
 

@@ -40,10 +40,10 @@ def plan_microbatches(
     may be empty. Without sequences there are no microbatches.
 
     A piece is a set of sequences with one prompt, at first all of them. Pieces are placed one by one, largest first. A
-    piece goes to the rank whose load stays smallest with it, into a microbatch that already has its prompt, or else the
-    first one with room. If that rank would exceed an equal share of all tokens, or the piece fits no microbatch, the
-    piece is split in half instead, down to single sequences. So most prompts are computed on one rank only, and loads
-    are as balanced as if single sequences were placed.
+    piece goes to the rank whose load is smallest with it added, into a microbatch that already has its prompt, or else
+    the first one with room. If that rank would exceed an equal share of all tokens, or the piece fits no microbatch,
+    the piece is split in half instead, down to single sequences. So most prompts are computed on one rank only, and
+    loads are as balanced as if single sequences were placed.
 
     Example: 3 sequences with 60, 40 and 90 tokens, 2 ranks, at most 95 tokens. Rank 0 computes the third, then nothing;
     rank 1 computes the first, then the second.

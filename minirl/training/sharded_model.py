@@ -213,8 +213,8 @@ class ShardedModel:
         ratio.
 
         The norm is taken before clipping, over the optimizer's parameters across ranks; gradients of other parameters
-        are dropped. max_grad_norm 0 disables clipping. A gradient of exactly 0, for example without any `backward`,
-        skips the update, because momentum alone would still move the weights.
+        are dropped. max_grad_norm 0 disables clipping. With a gradient of exactly 0, for example without any
+        `backward`, the update is skipped, because momentum alone would still move the weights.
 
         Collective. Raises GuardError on all ranks: before the update if the norm is non-finite, after it if the weights
         are, so that such weights are never saved.
