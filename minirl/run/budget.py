@@ -1,4 +1,4 @@
-"""Memory budget of a rank, from which the sizes left at "auto" follow (docs/memory.md).
+"""Per-rank memory budget, which determines the sizes left at "auto" (docs/memory.md).
 
 The budget counts the large allocations. A margin covers the rest, such as a microbatch's logits, block tables,
 libraries and fragmentation.
@@ -18,11 +18,11 @@ from minirl.model.attention import PAGED_BLOCK
 from minirl.model.config import ModelConfig
 from minirl.model.transformer import make_meta_model
 
-USABLE_FRACTION = 0.9  # usable fraction of the free memory; the rest is the margin
-# Activation bytes relative to CUDA: measured 0.5 to 1.8, and 3.2 for sequences of 4,096 tokens.
+USABLE_FRACTION = 0.9  # usable fraction of free memory; the rest is the margin
+# Activation bytes on the CPU relative to CUDA, measured at 0.5 to 1.8, and at 3.2 for sequences of 4,096 tokens.
 CPU_FACTOR = 2.0
 MAX_REQUESTS = {"cpu": 256, "cuda": 1024}
-CACHE_TOKENS = 65536  # default capacity of the cache, exceeded only if a rank's completions can fill more
+CACHE_TOKENS = 65536  # default cache capacity, exceeded only if a rank's completions can fill more
 # Ways to run an update, fastest first: (divisor of the default microbatch, recompute layers, shard gradients). Sharded
 # gradients come before recomputation because their reduction overlaps with backward. With the optimizer on the host,
 # backward waits for the reduction, so recomputation comes first.
@@ -32,7 +32,7 @@ OFFLOADED_UPDATE_OPTIONS = [(divisor, recompute, shard) for divisor, shard, reco
 
 @dataclass(frozen=True)
 class Sizes:
-    """Batch and cache sizes of a rank, and what it shards or recomputes. shard_weights implies shard_gradients."""
+    """A rank's batch and cache sizes, and what it shards or recomputes. shard_weights implies shard_gradients."""
 
     max_running_requests: int
     cache_tokens: int
@@ -47,9 +47,9 @@ class Workload:
     """Models, lengths and hardware that determine a rank's memory use, apart from `Sizes`.
 
     trained: the policy, then any value models; with shares_base, value models are adapters on the policy's weights.
-    frozen: frozen models by name. longest_tokens: length of the longest prompt with its completion. step_tokens:
-    maximum tokens that the rank trains on in a step. num_requests: maximum concurrent requests. offloads_optimizer:
-    whether the optimizer lives in host memory, as offloaded frozen models do.
+    frozen: frozen models, keyed by name. longest_tokens: length of the longest prompt plus its completion.
+    step_tokens: maximum number of tokens that the rank trains on in a step. num_requests: maximum number of concurrent
+    requests. offloads_optimizer: whether the optimizer lives in host memory, as offloaded frozen models do.
     """
 
     device_type: str
@@ -69,10 +69,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Budget:
-    """Sizes, and the bytes that a rank then needs, by name: always, while it scores and trains, and while it decodes.
+    """Sizes, and the bytes that they require on a rank: always, during scoring and training, and during decoding.
 
-    available_bytes: memory for training and decoding. They use it in turns, or at the same time if the cache stays
-    allocated during training.
+    The bytes are keyed by what needs them. available_bytes: memory left for training and decoding, which use it in
+    turns, or at the same time if the cache stays allocated during training.
     """
 
     sizes: Sizes
@@ -99,7 +99,7 @@ class Budget:
         ]
 
     def advice(self, phase: str) -> str:
-        """Return the bytes planned for a phase of a step, or for any other work, and the flags that lower them."""
+        """Return the memory planned for a step's phase, or for any other work, and the flags that lower it."""
         decoding = f"{self._format_phase('decoding')}; lower --cache-tokens"
         if phase.endswith("generate"):
             return decoding
@@ -115,12 +115,12 @@ class Budget:
 
 @functools.cache
 def num_parameters(model: ModelConfig, *, trained: bool = False) -> int:
-    """Return the number of parameters of a model of this shape, all or only the trained ones; tied ones count once."""
+    """Return the number of a model's parameters, all or only trained ones; tied parameters count once."""
     return sum(p.numel() for p in make_meta_model(model).parameters() if p.requires_grad or not trained)
 
 
 def budget(work: Workload, sizes: Sizes) -> Budget:
-    """Return the bytes that a rank needs with these sizes."""
+    """Return a rank's memory budget with these sizes."""
     models = work.trained
     if work.shares_base and not sizes.shard_weights:
         models = models[:1]
@@ -141,7 +141,10 @@ def budget(work: Workload, sizes: Sizes) -> Budget:
 
 
 def _weight_bytes(work: Workload, model: ModelConfig, is_sharded: bool) -> float:
-    """Return the bytes of a model's weights on a rank: all, or embedding, head and the rank's shard of the layers."""
+    """Return the bytes of a model's weights on a rank.
+
+    The rank has all weights, or only the embedding, the head and its shard of the layers.
+    """
     num_local: float = num_parameters(model)
     if is_sharded:
         num_embeddings = _num_embeddings(model)
@@ -150,12 +153,12 @@ def _weight_bytes(work: Workload, model: ModelConfig, is_sharded: bool) -> float
 
 
 def _num_embeddings(model: ModelConfig) -> int:
-    """Return the number of parameters of embedding and head."""
+    """Return the number of parameters in the embedding and the head."""
     return model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
 
 
 def _update_bytes(work: Workload, sizes: Sizes, num_trained: int) -> dict[str, float]:
-    """Return the bytes of an update, by name."""
+    """Return the bytes that an update requires, keyed by what needs them."""
     gradients = 4.0 * num_trained
     if sizes.shard_gradients:
         gradients = 0.0 if work.offloads_optimizer else gradients / work.num_ranks
@@ -171,9 +174,9 @@ def _update_bytes(work: Workload, sizes: Sizes, num_trained: int) -> dict[str, f
 
 
 def _layer_bytes_per_token(work: Workload, model: ModelConfig) -> float:
-    """Return the activation bytes that a layer saves per token for backward, which also bound its forward pass.
+    """Return the activation bytes per token that a layer saves for backward; they also bound its forward pass.
 
-    The number is exact for Llama and Qwen2, and up to 14 % off for other families.
+    The number is exact for Llama and Qwen2, and up to 14% off for other families.
     """
     queries = model.num_attention_heads * model.head_dim
     num_saved = 4 * model.hidden_size + 3 * model.intermediate_size + (4 + 2 * model.qk_norm) * queries
@@ -201,18 +204,18 @@ def _activation_bytes(work: Workload, sizes: Sizes, model: ModelConfig) -> float
     activation_bytes += itemsize * model.vocab_size * model.hidden_size  # the head's gradient
     if not sizes.shard_gradients:
         return activation_bytes
-    # Once the activations are freed, the gradients of embedding and head are summed over ranks, or on the host.
+    # Once the activations are freed, the embedding and head gradients are summed across ranks, or on the host.
     summed_itemsize = 12 if work.num_ranks == 1 else itemsize + 4
     return max(activation_bytes, summed_itemsize * _num_embeddings(model))
 
 
 def _decoding_bytes(work: Workload, sizes: Sizes) -> dict[str, float]:
-    """Return the bytes of the cache, of prefills and of the requests in a decode step."""
+    """Return the bytes that the cache, prefills and a decode step's requests require."""
     policy = work.trained[0]
     cache_token_bytes = 2 * work.dtype.itemsize * policy.num_key_value_heads * policy.head_dim  # per layer
     request_bytes = 16.0 * policy.vocab_size  # logits, logprobs and fp64 probabilities
     if work.device_type == "cuda" and not sizes.shard_weights:
-        request_bytes *= 2  # the CUDA graph pool needs its own buffers, in addition to those of prefills
+        request_bytes *= 2  # the CUDA graph pool needs its own buffers, in addition to the prefill buffers
     if policy.delta_net is not None:
         from minirl.extras.delta_net.states import StateCache
 
@@ -225,9 +228,9 @@ def _decoding_bytes(work: Workload, sizes: Sizes) -> dict[str, float]:
 
 
 def choose_sizes(work: Workload, given: Mapping[str, Any]) -> Budget:
-    """Choose the sizes of a rank: first for the update, then the number of requests; the cache gets the rest.
+    """Choose a rank's sizes: first for the update, then the number of requests; the cache gets the rest.
 
-    Given sizes stay as they are. If nothing fits, return the smallest sizes that the longest request allows.
+    Given sizes are kept. If nothing fits, return the smallest sizes that can hold the longest request.
     """
     for divisor, recompute, shard in OFFLOADED_UPDATE_OPTIONS if work.offloads_optimizer else UPDATE_OPTIONS:
         num_tokens = max(work.longest_tokens, work.default_microbatch_tokens // divisor)
@@ -235,7 +238,7 @@ def choose_sizes(work: Workload, given: Mapping[str, Any]) -> Budget:
         chosen = budget(work, dataclasses.replace(min_sizes, **given))
         if chosen.fits():
             break
-    # Requests get half of the memory, the cache the other half.
+    # Requests get half of the memory, and the cache gets the other half.
     requests = int(chosen.available_bytes / 2 / chosen.decoding_bytes["requests"])
     requests = max(1, min(requests, work.num_requests, MAX_REQUESTS[work.device_type]))
     chosen = budget(work, dataclasses.replace(chosen.sizes, max_running_requests=requests))

@@ -1,15 +1,15 @@
 """Save checkpoints between steps, and resume from them exactly.
 
     runs/NAME/checkpoints/000050/    Hugging Face folder of the policy, in the compute dtype
-    .../000050/value/                Hugging Face folder of each further model, under the model's name
-    .../000050/resume/0-of-2.pt      one rank's shards of fp32 masters and optimizer state
-    .../000050/resume/progress.pt    fields of `Progress`, including the script's `extra`; adapter bases and shapes
+    .../000050/value/                Hugging Face folder of each additional model, under its name
+    .../000050/resume/0-of-2.pt      one rank's shards of fp32 master weights and optimizer state
+    .../000050/resume/progress.pt    `Progress` fields, including the script's `extra`; adapters' base models and shapes
 
 Every rank writes its files into .half-000050-TOKEN and syncs them to disk. Rank 0 then renames the folder to 000050,
 which makes it a checkpoint. A kill at any moment, or a full disk, therefore leaves only complete checkpoints, and a run
-resumes from the newest. Old checkpoints are deleted only after the rename, and first get a name with a dot.
+resumes from the newest. Old checkpoints are deleted only after the rename, and first renamed with a leading dot.
 
-Training waits for a save. Files are read with torch's `weights_only`, which never executes code from them.
+Saving blocks training. Files are read with torch's `weights_only`, which never executes code from them.
 """
 
 import contextlib
@@ -36,13 +36,13 @@ from minirl.ranks.time_account import spent_on
 from minirl.training.sharded_model import ShardedModel
 
 Models = Mapping[str, tuple[ShardedModel, torch.optim.Optimizer]]
-PerModel = dict[str, dict[str, Any]]  # named values of each model, keyed by the model's name
+PerModel = dict[str, dict[str, Any]]  # each model's named values, keyed by model name
 
 PROGRESS_FILE = "resume/progress.pt"
 
 
 def checkpoints_in(run_folder: Path) -> list[Path]:
-    """Return the checkpoints of a run, oldest first."""
+    """Return a run's checkpoints, oldest first."""
     folders = (run_folder / "checkpoints").glob("[0-9]*")
     return sorted((path for path in folders if path.name.isdecimal()), key=lambda path: int(path.name))
 
@@ -50,9 +50,9 @@ def checkpoints_in(run_folder: Path) -> list[Path]:
 class Checkpoints:
     """Writer and reader of a run's checkpoints, which contain models and optimizers.
 
-    models: models with their optimizers, by name; the checkpoint folder itself is the Hugging Face folder of the first.
-        Configs and tokenizer files are read here, once: the model's folder may be an old checkpoint that is deleted
-        before the next save.
+    models: (model, optimizer) pairs, keyed by name; the checkpoint folder itself is the first model's Hugging Face
+        folder. Configs and tokenizer files are read only here, because a model's folder may be an old checkpoint that
+        is deleted before the next save.
     keep: number of newest checkpoints to keep (0: all), in addition to the one with the best held-out score.
     """
 
@@ -60,10 +60,10 @@ class Checkpoints:
         self._run_folder = run_folder
         self._models = models
         self._keep = keep
-        # Unique per start, so that a rank of an earlier start that is still alive writes to another folder.
+        # Unique per start, so that a rank still alive from an earlier start writes to another folder.
         self._token = broadcast_object(secrets.token_hex(4))
         self._adapters: PerModel = {}
-        # Files that `write_folder` writes next to each model's weights. Only on rank 0.
+        # Files that `write_folder` writes next to each model's weights, on rank 0 only.
         self._contents: PerModel = {}
         for name, (model, _) in models.items():
             shape = model.module.config
@@ -86,8 +86,8 @@ class Checkpoints:
     def restore(self, checkpoint: Path) -> dict[str, Any]:
         """Load models and optimizers from a checkpoint; return the fields of `Progress` (collective).
 
-        The checkpoint may come from any number of ranks. Raises InputError if it has other models or adapters, but the
-        adapters' base may have moved to another path.
+        Any number of ranks may have saved the checkpoint. Raises InputError if its models or adapters differ from
+        the script's; the adapters' base model may have moved to another path, though.
         """
         progress = _load_file(checkpoint / PROGRESS_FILE)
         num_saved = progress.pop("world_size")
@@ -133,7 +133,7 @@ class Checkpoints:
             ) from None
 
     def _write_files(self, folder: Path, progress: Mapping[str, Any]) -> None:
-        """Write this rank's files of a checkpoint (collective).
+        """Write this rank's checkpoint files (collective).
 
         Raises OSError. Raises InputError if `extra` has values that a checkpoint cannot store or that differ between
         ranks.
@@ -174,7 +174,7 @@ def _rank_file(rank: int, world_size: int) -> str:
 
 
 def _save_file(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a file for `_load_file` and sync it to disk. Raises OSError, naming the file."""
+    """Save values to a file, for `_load_file`, and sync it to disk. Raises OSError, naming the file."""
     with durable.new_file(path) as file:
         try:
             torch.save(values, file)
@@ -184,7 +184,7 @@ def _save_file(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _load_file(path: Path) -> dict[str, Any]:
-    """Load the values of a file. Tensors are memory-mapped on the host. Raises InputError."""
+    """Load a file's values; tensors are memory-mapped on the host. Raises InputError."""
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # a corrupt file may raise anything
@@ -196,7 +196,7 @@ def _load_file(path: Path) -> dict[str, Any]:
 def prune_checkpoints(run_folder: Path, *, keep: int) -> None:
     """Delete a run's checkpoints, except the newest `keep` (0: keep all) and the one with the best held-out score.
 
-    Among equal scores the newest wins. Unreadable checkpoints are never deleted.
+    Ties go to the newest. Unreadable checkpoints are never deleted.
     """
     checkpoints = checkpoints_in(run_folder)
     if keep == 0 or len(checkpoints) <= keep:

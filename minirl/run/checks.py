@@ -16,7 +16,7 @@ POSITIVE = (
     "num_steps prompts_per_step group_size num_epochs num_minibatches max_tokens_per_microbatch lr value_lr "
     "max_new_tokens temperature cache_tokens workers call_timeout eval_rows hang_timeout"
 ).split()
-MAX_NUMBER = 2**63 - 1  # the largest int that fits a tensor; a larger float is a typo
+MAX_NUMBER = 2**63 - 1  # the largest int that fits in a tensor; a larger float is a typo
 
 
 def check_grpo(config: Any) -> None:

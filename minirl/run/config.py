@@ -1,6 +1,6 @@
 """Flags that all scripts share, and values derived from them.
 
-A script's `Config` inherits from `RunConfig`, adds the flags of its objective, and redeclares a field to change its
+A script's `Config` inherits from `RunConfig`, adds flags for its objective, and redeclares a field to change its
 default. All fields are on one level: `config.lr`.
 """
 
@@ -19,9 +19,9 @@ from minirl.model.folders import resolve_folder
 from minirl.run.flags import flag_name
 from minirl.run.progress import Progress
 
-# "auto" chooses a size that fits into the free memory, see docs/memory.md.
+# "auto" chooses a size that fits into free memory; see docs/memory.md.
 Size = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="{auto,N}")]
-# Flags that name rollout code, and the format of the name after the file.
+# Flags that name rollout code, with the format of what follows "file.py:".
 ROLLOUT_CODE = {"rollout": "function", "tools": "function,function", "environment": "Class"}
 Schedule = Literal["auto", "constant", "linear"]
 Correction = Literal["auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -29,7 +29,7 @@ Correction = Literal["auto", "none", "token_truncate", "token_mask", "sequence_t
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Flags of every script, in the order of `--help`.
+    """Flags of every script, in `--help` order.
 
     The comment after a field, or the string below it, is its help text, which also explains a default of None or ().
     [Title] opens a group in `--help`.
@@ -43,22 +43,22 @@ class RunConfig:
     """training prompts: a .jsonl, .json or .parquet file, or a dataset folder or hub id, NAME[:CONFIG[:SPLIT]]
     (default: the task's)"""
     eval_data: tuple[str, ...] = ()
-    """held-out prompts: files or datasets as for --data, each with its own metric (default: the task's, if any)"""
+    """held-out prompts: files or datasets, as for --data, each with its own metric (default: the task's, if any)"""
     chat: bool = False
     """apply the chat template to text prompts, for the policy and for --reward-model"""
     chat_template_kwargs: str | None = None
-    """extra arguments for the chat templates, a JSON object such as {"enable_thinking": false}"""
+    """extra chat template arguments, as a JSON object such as {"enable_thinking": false}"""
 
     num_steps: int = 300
     """[Step] training steps, each with fresh rollouts"""
-    prompts_per_step: int = 16  # prompts per step, over all ranks
+    prompts_per_step: int = 16  # prompts per step, across all ranks
     group_size: int = 8  # completions per prompt
     max_staleness: int = 0
-    """maximum staleness (steps) of a completion's first token at its update (0: completions never span steps)"""
+    """maximum staleness (steps) of a completion's first token at training time (0: completions never span steps)"""
 
     max_new_tokens: int | None = None
-    """[Rollout] maximum completion length (tokens), including appended text (default: sorting 10, calculator 32, gsm8k
-    and jsonl 512)"""
+    """[Rollout] maximum completion length (tokens), including appended text (default: 10 for sorting, 32 for
+    calculator, 512 for gsm8k and jsonl)"""
     temperature: float = 1.0  # sampling temperature, also applied to training logprobs
     rollout: str | None = None
     """rollout function, an `async def`, as file.py:function (default: the script's)"""
@@ -70,7 +70,7 @@ class RunConfig:
     workers: int = 1  # worker processes per reward function and rank
     call_timeout: float = 60.0  # timeout (s) for one reward call or environment step
     max_turns: int = 0  # maximum turns per completion (0: only the hard limit of 1,000)
-    cache_tokens: Size = "auto"  # KV cache capacity (tokens) per rank (auto: what fits)
+    cache_tokens: Size = "auto"  # KV cache capacity per rank, in tokens (auto: sized to fit)
 
     reward: tuple[str, ...] = ()
     """[Reward] reward functions, as file.py:function, called as f(prompts, completions, **columns), or episode[:NAME]
@@ -78,10 +78,10 @@ class RunConfig:
     reward_model: tuple[str, ...] = ()
     """reward models: Hugging Face folders or hub ids of sequence classifiers with one label"""
     reward_weights: tuple[float, ...] = ()
-    """weights of the --reward functions, the --reward-model scores and the overlong penalty, in this order (default: 1
+    """weights of the --reward functions, the --reward-model scores and the overlong penalty, in that order (default: 1
     each)"""
     overlong_buffer: float = 0.0
-    """DAPO's soft overlong penalty: ramps from 0 to 1 over this last fraction of --max-new-tokens, in each branch; 0
+    """final fraction of --max-new-tokens over which DAPO's soft overlong penalty ramps from 0 to 1, in each branch; 0
     disables"""
 
     lr: float | None = None
@@ -93,8 +93,8 @@ class RunConfig:
     num_minibatches: int | None = None
     """optimizer steps per pass (default: 1, or 2 for the embedded model)"""
     max_tokens_per_microbatch: Size = "auto"
-    """maximum tokens per forward and backward pass on a rank (auto: what fits)"""
-    max_grad_norm: float = 1.0  # gradient norm per model above which gradients are clipped; 0 disables
+    """maximum tokens per forward and backward pass on a rank (auto: sized to fit)"""
+    max_grad_norm: float = 1.0  # per-model gradient norm above which gradients are clipped; 0 disables
     lora_rank: int = 0  # rank of LoRA adapters, which are then the only trained parameters; 0 disables
 
     clip_low: float = 0.2
@@ -105,15 +105,15 @@ class RunConfig:
     """loss normalisation: mean over all tokens (DAPO), mean over sequences of their token means (GRPO), or token sum
     divided by the number of sequences times --max-new-tokens (Dr.GRPO)"""
     drop_truncated: bool = False
-    """exclude truncated completions from the loss; baselines still count them"""
+    """exclude truncated completions from the loss; baselines still include them"""
     entropy_coef: float = 0.0  # coefficient of the entropy bonus; 0 disables
     correction: Correction = "auto"
-    """importance sampling correction for the gap between sampled and old logprobs: weights per token or sequence,
-    truncated or masked above 2, exactly 1 without a gap (auto: token_truncate)"""
+    """importance sampling correction for the gap between sampled and old logprobs: per-token or per-sequence
+    weights, truncated or masked above 2, and exactly 1 without a gap (auto: token_truncate)"""
 
-    # torchrun reads --run as an abbreviation of its --run-path and rejects it: use --run-name there.
+    # torchrun parses --run as an abbreviation of its --run-path and rejects it: use --run-name there.
     run_name: Annotated[str | None, tyro.conf.arg(aliases=["--run"])] = None
-    """[Run and report] name of the run folder in ./runs or $MINIRL_RUNS; the name of an existing run resumes it
+    """[Run and report] name of the run folder in ./runs or $MINIRL_RUNS; the name of an existing run resumes that run
     (default: script, date and time)"""
     eval_every: int = 50  # steps between evaluations on held-out prompts (0: only before and after training)
     save_every: int = 50  # steps between checkpoints, from which a run can resume (0: only at the end)
@@ -122,26 +122,26 @@ class RunConfig:
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases logging mode
 
     seed: int = 0
-    """[Machine] random seed of prompt order and sampling"""
+    """[Machine] random seed for prompt order and sampling"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """compute dtype; master weights are fp32 (auto: bfloat16 on CUDA, float32 on the CPU)"""
-    hang_timeout: float = 1800  # timeout (s) for one rank to wait for another, after which the run ends
+    hang_timeout: float = 1800  # maximum time (s) that one rank waits for another before the run ends
     offload_optimizer: bool = False
     """keep fp32 master weights, AdamW moments and accumulated gradients in host memory, and run AdamW on the CPU"""
     recompute_layers: Literal["auto", "on", "off"] = "auto"
-    """activation checkpointing: less memory, a third more time (auto: if microbatches would otherwise be small)"""
+    """activation checkpointing: less memory, a third more time (auto: on if microbatches would otherwise be smaller)"""
     shard_weights: Literal["auto", "on", "off"] = "auto"
-    """decode from weights sharded over the ranks, instead of a full copy per rank (auto: if a copy does not fit)"""
+    """decode from weights sharded across ranks, not from a full copy per rank (auto: on if a full copy does not fit)"""
     dry_run: bool = False
     """print the memory plan and whether the run fits, without loading weights or training"""
     gpus: str | None = None
-    """machine that --dry-run plans for, as RANKSxGB, such as 8x80 for 8 GPUs with 80 GB (default: this one)"""
+    """machine that --dry-run plans for, as RANKSxGB, such as 8x80 for 8 GPUs with 80 GB each (default: this machine)"""
 
     # Constants, not flags. minirl.extras.evaluate declares the first two as flags.
     eval_rows = 256  # maximum number of held-out rows per file, drawn as a fixed sample
-    eval_samples = 0  # sampled completions per held-out row (0: one, greedy)
+    eval_samples = 0  # sampled completions per held-out row (0: one greedy completion)
     trains = True
-    num_value_models = 0  # value models that train besides the policy, all of one shape
+    num_value_models = 0  # number of value models trained alongside the policy, all of the same shape
 
     @property
     def is_embedded(self) -> bool:
@@ -150,7 +150,7 @@ class RunConfig:
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """Arguments of --chat-template-kwargs. Raises InputError if they are not a JSON object."""
+        """Chat template arguments from --chat-template-kwargs. Raises InputError if its value is not a JSON object."""
         if self.chat_template_kwargs is None:
             return {}
         text, arguments = self.chat_template_kwargs, None
@@ -179,7 +179,7 @@ class RunConfig:
 
     @property
     def reward_models(self) -> dict[str, str]:
-        """Models of --reward-model, keyed by the names of their rewards: reward_model, reward_model_2 and so on."""
+        """Models from --reward-model, keyed by reward name: reward_model, reward_model_2 and so on."""
         return {f"reward_model_{i}".removesuffix("_1"): model for i, model in enumerate(self.reward_model, 1)}
 
     @property
@@ -209,8 +209,8 @@ class RunConfig:
         """Return the learning rate of the next optimizer step.
 
         After step `first_step`, the rate rises linearly to `peak` during the warm-up, then follows the schedule.
-        "linear" would reach 0 one update after the last. The position in the schedule follows from the steps, so it
-        stays the same if a resume changes the updates per step, and a finished warm-up does not repeat.
+        "linear" would reach 0 one update after the last. The position in the schedule is derived from the step,
+        so it stays the same if a resumed run changes the updates per step, and a finished warm-up does not repeat.
         """
         per_step = self.updates_per_step
         num_done = (progress.step - first_step) * per_step + progress.update - progress.first_update
@@ -224,7 +224,7 @@ class RunConfig:
         return peak * min(max(0, num_updates - num_done), num_decay_updates) / num_decay_updates
 
     def compute_dtype(self, device_type: str) -> torch.dtype:
-        """Return the compute dtype that --dtype selects on this type of device."""
+        """Return the compute dtype that --dtype selects on this device type."""
         is_bf16 = device_type == "cuda" if self.dtype == "auto" else self.dtype == "bfloat16"
         return torch.bfloat16 if is_bf16 else torch.float32
 
@@ -238,14 +238,14 @@ class RunConfig:
         """Importance sampling correction: `correction`, or its default.
 
         The default does not depend on the machine, so that a resumed run keeps it. Without a gap between sampled and
-        old logprobs, its weights are 1 and change no bit of the loss. With --max-staleness but no weights, the clip
-        would limit the policy's total change since a token was sampled.
+        old logprobs, its weights are 1 and leave the loss bitwise unchanged. With --max-staleness but no weights, the
+        clip would limit the policy's total change since a token was sampled.
         """
         return "token_truncate" if self.correction == "auto" else self.correction
 
 
 def model_folder_of_field(config: RunConfig, name: str) -> Path | None:
-    """Return the folder of the model that a field names; None if the field is empty or the script lacks it.
+    """Return the folder of the model that a field names; None if the field is empty or missing from the script.
 
     Raises InputError for a model that is not available.
     """

@@ -1,7 +1,7 @@
-"""Embedded model of runs without --model: a tiny Llama, warm-started on an embedded task.
+"""Embedded model for runs without --model: a tiny Llama, warm-started on an embedded task.
 
 Rank 0 creates the model's folder, with weights and tokenizer, once per task. The folder's name contains a hash of this
-file and the task's name; a complete folder gets its name by a rename.
+file and the task's name; the complete folder is renamed into place.
 """
 
 import hashlib
@@ -69,7 +69,7 @@ def embedded_model_folder(root: Path, task: str = "sorting") -> Path:
 
 
 def _make_folder(folder: Path, task: Task) -> None:
-    """Warm-start the model and write its folder. Another run may do the same at the same time."""
+    """Warm-start the model and write its folder. Another run may do the same concurrently."""
     weights = dict(warm_start(task).named_parameters())
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".half-{folder.name}-", dir=folder.parent) as temporary:
@@ -85,7 +85,7 @@ def _make_folder(folder: Path, task: Task) -> None:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Write a Hugging Face tokenizer with one token per character and one for each of `CALL_TOKENS`."""
+    """Write a Hugging Face tokenizer with one token for each character and each of `CALL_TOKENS`."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -97,14 +97,14 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def warm_start(task: Task) -> Transformer:
-    """Return a new model, trained with cross-entropy on the correct answers until it sometimes gives one.
+    """Return a new model, trained with cross-entropy on correct answers until it sometimes answers correctly.
 
     RL needs some correct answers to start from.
     """
     generator = torch.Generator().manual_seed(SEED)
     model = Transformer(config_from_dict(CONFIG))
     for param in model.parameters():
-        if param.ndim == 2:  # the weights of norms stay 1
+        if param.ndim == 2:  # norm weights stay at 1
             torch.nn.init.normal_(param, std=INIT_STD, generator=generator)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     rng = random.Random(SEED)
@@ -119,7 +119,7 @@ def warm_start(task: Task) -> Transformer:
 
 
 def _answer_loss(model: Transformer, rows: list[Row]) -> torch.Tensor:
-    """Return the mean cross-entropy of the answer tokens, including the end token after each answer."""
+    """Return the mean cross-entropy of the answer tokens, including the EOS token after each answer."""
     sequences = []
     is_answer = []
     for row in rows:

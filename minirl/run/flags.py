@@ -27,7 +27,8 @@ def run_script(
 ) -> typing.NoReturn:
     """Parse the command line into a `config_class`, run `main` on it, and exit with the code that it returns.
 
-    presets: the values that `--algorithm NAME` sets; flags on the command line win. Every rank calls this function.
+    presets: values that `--algorithm NAME` sets, keyed by NAME; command-line flags take precedence. Every rank calls
+    this function.
     """
     launch.run(lambda: main(parse(config_class, description=description, presets=presets)))
 
@@ -41,9 +42,9 @@ def parse(
     names: Container[str] | None = None,
     arguments: Sequence[str] | None = None,
 ) -> C:
-    """Parse the command line (or `arguments`) into a config, whose defaults are the preset's values or `defaults`.
+    """Parse the command line (or `arguments`) into a config whose defaults come from the preset or from `defaults`.
 
-    names: the fields to expose as flags; None: all fields. tyro reads types and help texts from `config_class` and its
+    names: the fields to expose as flags (None: all fields). tyro reads types and help texts from `config_class` and its
     bases; a help text that begins with [Title] opens a group. tyro exits with code 2 on an invalid flag. Raises
     InputError for an unknown preset.
     """

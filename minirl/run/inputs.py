@@ -80,7 +80,7 @@ def load_rollout(config: RunConfig) -> UserRollout | None:
 def load_task(config: RunConfig, *, has_rewards: bool = False) -> Task:
     """Load the task that the flags select, and check all rows of its data. Not collective.
 
-    has_rewards: whether the script defines rewards itself. Raises InputError, naming the file, line, field or flag.
+    has_rewards: whether the script defines its own rewards. Raises InputError, naming the file, line, field or flag.
     """
     data, eval_data = config.data, config.eval_data
     name: str = config.task
@@ -109,14 +109,14 @@ def load_task(config: RunConfig, *, has_rewards: bool = False) -> Task:
 def load_rewards(
     config: RunConfig, task: Task, script_rewards: Mapping[str, RewardFunction] | None = None
 ) -> tuple[Mapping[str, RewardLike], Mapping[str, RewardLike]]:
-    """Return the rewards to train on and the rewards to log only, by name. Not collective.
+    """Return the rewards to train on and the rewards to log only, both keyed by name. Not collective.
 
-    script_rewards: the script's own rewards, which replace the task's and those of --reward. With --reward or
-    --reward-model (which the caller adds), the task's rewards are logged only.
+    script_rewards: the script's own rewards, which replace the task's rewards and --reward. With --reward or
+    --reward-model, the task's rewards are only logged; the caller adds the reward models.
 
-    Starts the worker processes of --reward, which inspect the functions' arguments: call it after flags and data have
-    been checked and the run folder is locked. Raises InputError, naming the flag and function, and the file, line and
-    field of a row that lacks an argument.
+    Starts the --reward worker processes, which inspect the functions' arguments, so call it only after flags and data
+    have been checked and the run folder is locked. Raises InputError, naming the flag and function, and the file, line
+    and field of a row that lacks an argument.
     """
     if not config.reward and not config.reward_model:
         return task.rewards if script_rewards is None else script_rewards, task.extra_scores
@@ -148,7 +148,7 @@ def _load_reward(config: RunConfig, spec: str) -> Reward:
     reward = WorkerReward(spec, timeout_s=config.call_timeout, num_workers=config.workers)
     if not any(map(reward.signature.takes, OBJECT_ARGUMENTS)):
         return reward
-    # These arguments cannot be sent to another process, which is known only once the function is loaded.
+    # These arguments cannot be sent to another process, and only the loaded function shows whether it takes them.
     reward.stop()
     with loading_user_code(f"--reward {spec}"):
         (function,) = find_functions(source, name)
@@ -167,7 +167,7 @@ def load_prompts(
     """Return the policy's config, the training prompts and the held-out prompts, both with the tokenizer.
 
     tools, scalar_head: see `Setup`. If the folder has weights, they are checked too. Raises InputError, naming the
-    files, rows and flags.
+    files, rows and flags at fault.
     """
     model_config = read_config(model_folder, scalar_head=None if scalar_head else False)
     model_config = dataclasses.replace(model_config, scalar_head=scalar_head, adapters=config.adapters)
@@ -201,7 +201,7 @@ def load_prompts(
 
 
 def _check_teacher(folder: Path, tokenizer: ChatTokenizer, vocab_size: int) -> int:
-    """Check that a teacher shares the policy's token ids, and return its maximum positions. Raises InputError."""
+    """Check that a teacher shares the policy's token ids; return its maximum number of positions. Raises InputError."""
     teacher = read_config(folder, scalar_head=False)
     ids, teachers_ids = (one.backend.get_vocab() for one in (tokenizer, Tokenizer(folder)))
     mismatched = sorted(token for token, _ in ids.items() ^ teachers_ids.items())[:3]
@@ -226,10 +226,10 @@ def load_tokenizer(
     user_rollout: UserRollout | None,
     vocab_size: int | None = None,
 ) -> ChatTokenizer:
-    """Load the tokenizer; its chat prompts describe the tools of the script, of --tools or of --environment.
+    """Load the tokenizer, whose chat prompts describe the tools from the script, --tools or --environment.
 
-    Raises InputError if it cannot parse calls of --tools or --environment or render their results, and for template
-    arguments that the chat template ignores.
+    Raises InputError if it cannot parse calls to the tools of --tools or --environment or render their results, and for
+    template arguments that the chat template ignores.
     """
     user_tools = [] if user_rollout is None else user_rollout.tools
     refuse(

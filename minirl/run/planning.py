@@ -31,7 +31,7 @@ CGROUP_V2_FILES = ("memory.max", "memory.current", "memory.stat")
 
 
 class Machine(NamedTuple):
-    """Ranks of a run. free_bytes: free memory per rank."""
+    """A run's device type, ranks and free memory. free_bytes: free memory per rank."""
 
     device_type: str
     num_ranks: int
@@ -39,9 +39,9 @@ class Machine(NamedTuple):
 
 
 def this_machine(device: torch.device) -> Machine:
-    """Return this run's ranks, with the free bytes of the tightest rank (collective).
+    """Describe this run's ranks, with the free memory of the rank that has the least (collective).
 
-    Before `process_group.start`, only this rank counts.
+    Before `process_group.start`, only this rank is measured.
     """
     free_bytes = free_memory() / local_world_size()
     if device.type == "cuda":
@@ -69,10 +69,10 @@ def free_memory(root: Path = Path("/")) -> int:
 
 
 def plan(config: RunConfig, work: Workload, *, recorded: Mapping[str, Any]) -> Budget:
-    """Choose the sizes of a run, with full weights on each rank if they fit.
+    """Choose a run's sizes, with full weights on each rank if they fit.
 
-    recorded: args.json of a resumed run, {} for a new one. A recorded microbatch grows if the longest sequence has
-    become longer since. Raises InputError for a run that does not fit, unless all sizes are given.
+    recorded: args.json of a resumed run, {} for a new one. A recorded microbatch size grows if the longest sequence
+    has become longer since then. Raises InputError for a run that does not fit, unless all sizes are given.
     """
     given = {name: recorded[name] for name in PINNED_SIZES if name in recorded}
     for name in (*AUTO_SIZES, "shard_weights"):
@@ -104,7 +104,7 @@ def plan(config: RunConfig, work: Workload, *, recorded: Mapping[str, Any]) -> B
 
 
 def default_microbatch_tokens(max_new_tokens: int) -> int:
-    """Return the default tokens per microbatch; larger microbatches are hardly faster."""
+    """Return the default number of tokens per microbatch; larger microbatches are hardly faster."""
     return max(8192, 2 * max_new_tokens)
 
 
@@ -119,7 +119,7 @@ def workload(
 ) -> Workload:
     """Return a rank's workload. Models other than the policy are described by their config.json alone.
 
-    saved: checkpoint of a resumed run without adapters. Raises InputError for unusable models.
+    saved: a resumed run's checkpoint (None with adapters). Raises InputError for unusable models.
     """
     longest_prompt = max(prompts.longest_prompt, held_out.longest_prompt)
     longest = min(longest_prompt + prompts.max_new_tokens, prompts.max_tokens)

@@ -1,4 +1,4 @@
-"""State of a run that carries over from step to step."""
+"""Run state that carries over from step to step."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,12 +6,13 @@ from typing import Any
 
 @dataclass
 class Progress:
-    """Counters of a run and the script's own state; a checkpoint saves them with the models.
+    """A run's counters and the script's own state; checkpoints store them with the models.
 
-    step: steps done. update: optimizer steps done, which is also the version of the weights. first_update: optimizer
-    steps done before the current step. num_served: prompts drawn from the stream. before: held-out scores before
-    training. evaluated: held-out scores of this step, if it was evaluated. in_flight: ordinals of the prompts whose
-    rollouts continue in a later step. extra: the script's own state, see `Run`.
+    step: number of completed steps. update: number of completed optimizer steps, which is also the weight version.
+    first_update: number of optimizer steps completed before the current step. num_served: number of prompts drawn from
+    the stream. before: held-out scores before training. evaluated: held-out scores of this step, if it was evaluated.
+    in_flight: ordinals of the prompts whose rollouts continue in a later step. extra: the script's own state; see
+    `Run`.
     """
 
     step: int = 0

@@ -1,6 +1,6 @@
 """Parts of the training loop that do not depend on the objective.
 
-A script makes a `Run` from its `Setup`, loops over `steps`, ends each step with `finish_step` and returns `close()`.
+A script creates a `Run` from its `Setup`, loops over `steps`, ends each step with `finish_step` and returns `close()`.
 Nothing here calls back into the script: a fork that needs something else writes it into its own loop.
 """
 
@@ -47,7 +47,7 @@ from minirl.training.sharded_model import ShardedModel
 class Run:
     """A training run, from its first step to its last. All ranks construct it (collective).
 
-    The script uses `progress`, which it advances itself, `device` and `max_new_tokens`.
+    Scripts use `device`, `max_new_tokens` and `progress`, which they advance themselves.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Run:
     ):
         """Resume from the newest checkpoint if there is one, open the logs, and evaluate before the first step.
 
-        models: models with their optimizers, by name, the policy first; checkpoints contain all of them. collector:
+        models: (model, optimizer) pairs, keyed by name, the policy first; checkpoints contain all of them. collector:
         source of the training rollouts, whose engine also runs evaluations; None if the script generates nothing.
 
         extra: initial values of the script's own state, the same on every rank; each save stores the current values
@@ -96,7 +96,7 @@ class Run:
         print0("held-out before training:", scores or "no held-out rows; see --eval-data")
 
     def _resume(self, checkpoint: Path) -> None:
-        """Resume from a checkpoint (collective). `extra` keeps the script's values for keys that it lacks."""
+        """Resume from a checkpoint (collective). Keys missing from its `extra` keep the script's values."""
         first_extra = self.progress.extra
         self.progress = Progress(**self._checkpoints.restore(checkpoint))
         self.progress.extra = first_extra | self.progress.extra
@@ -130,11 +130,11 @@ class Run:
     ) -> tuple[Batch, list[list[Microbatch]]]:
         """Send each rollout to the rank that trains on it (collective).
 
-        Returns this rank's batch, on the host, and its microbatches [minibatch][...].
+        Returns this rank's batch, on the host, and its microbatches, one list per minibatch.
 
         is_skipped: bool [P, G], mask of the rollouts with zero gradient; None if there are none. One of their
-        sequences is computed nevertheless: `refuse_skipped_gradient` checks that its gradient is zero, and every step
-        measures the gap between sampled and training logprobs.
+        sequences is computed anyway, so that `refuse_skipped_gradient` can check that its gradient is zero, and every
+        step can measure the gap between sampled and training logprobs.
         streams, batch_type: see `exchange`.
         """
         sequences = groups.sequences
@@ -188,14 +188,14 @@ class Run:
         if self._evaluator is None:
             return {}
         local_records = self._setup.evaluate(self._evaluator, weight_version=self.progress.update)
-        self._evaluator.engine.take_stats()  # discard them: they must not count in the next step's metrics
+        self._evaluator.engine.take_stats()  # keep evaluation out of the next step's metrics
         return mean_rewards(itertools.chain(*gather_objects(local_records)), self._setup.task)
 
     @spent_on("report")
     def log_rollouts(self, step: int, groups: Groups, batch: Batch) -> None:
         """Write the step's rollouts with their mean advantages (0 if skipped) to the run's folder (collective).
 
-        Call it before the update, so that the rollouts are there even if the update raises an error.
+        Call it before the update, so that the rollouts are logged even if the update raises an error.
         """
         num_loss_tokens = groups.num_loss_tokens.flatten()
         sums = sequence_sums(batch.advantages, batch.lengths)
@@ -220,7 +220,7 @@ class Run:
     ) -> None:
         """Reduce and log the step's metrics; evaluate and save a checkpoint if due (collective).
 
-        groups: None for a step without rollouts.
+        groups: the step's groups of rollouts; None for a step without rollouts.
         """
         metrics.begin("report")
         progress, collector = self.progress, self._collector

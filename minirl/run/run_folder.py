@@ -1,8 +1,8 @@
 """Create, lock and find run folders.
 
-runs/NAME/lock                  lock file, held while a run uses the folder
+runs/NAME/lock                  lock file, locked while a run uses the folder
 runs/NAME/args.json             flags and chosen sizes
-runs/NAME/checkpoints/000050/   checkpoint after step 50, see `minirl.run.checkpoint`
+runs/NAME/checkpoints/000050/   checkpoint after step 50; see `minirl.run.checkpoint`
 """
 
 import contextlib
@@ -26,20 +26,20 @@ PRIVATE = 0o700  # mode of a run folder: only its owner may read it
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Locked folder of a run."""
+    """A run's locked folder."""
 
     path: Path
-    args: Mapping[str, Any]  # args.json of the last start; {} in a new run
+    args: Mapping[str, Any]  # content of args.json from the last start; {} in a new run
     checkpoint: Path | None  # checkpoint to resume from; None in a new run
     lock: IO[str] | None  # locked file on rank 0; the OS releases the lock when the process exits
 
 
 @contextlib.contextmanager
 def lock_run_folder(name: str) -> Iterator[RunFolder]:
-    """Lock the folder of the run `name`, created if needed, and yield it; the block sets up the run (collective).
+    """Lock the run folder `name`, creating it if needed, and yield it; the block sets up the run (collective).
 
     The lock outlives the block. If the block raises InputError, a folder that is still empty is removed. Partial
-    checkpoints of a killed save are deleted; the run resumes from the newest complete one.
+    checkpoints from a killed save are deleted; the run resumes from the newest complete one.
 
     Raises InputError if the name is a path, or if the folder is in use, not a run folder, not writable, or not shared
     by all nodes.
@@ -56,7 +56,7 @@ def lock_run_folder(name: str) -> Iterator[RunFolder]:
     args, checkpoint = broadcast_object(previous)
     try:
         path = folder / "lock"
-        # Each start appends to the lock file, so it differs if another node has its own folder of this name.
+        # Each start appends to the lock file, so its content differs if another node has its own folder of this name.
         require_same(path.exists() and path.read_text(), f"{folder}: the run folder ($MINIRL_RUNS)")
         yield RunFolder(folder, args, checkpoint, lock)
     except InputError:
@@ -68,7 +68,7 @@ def lock_run_folder(name: str) -> Iterator[RunFolder]:
 
 
 def _previous_start(folder: Path) -> tuple[dict[str, Any], Path | None]:
-    """Return args.json and the newest checkpoint ({} and None in a new folder); delete partial checkpoints."""
+    """Delete partial checkpoints; return args.json and the newest checkpoint ({} and None in a new folder)."""
     if os.listdir(folder) == ["lock"]:
         return {}, None
     for leftover in (folder / "checkpoints").glob(".*"):

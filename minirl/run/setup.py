@@ -49,7 +49,7 @@ from minirl.training.sharded_model import ShardedModel
 
 
 class Setup:
-    """Checked inputs, sizes, models and rewards of a run. All ranks construct it (collective).
+    """A run's validated inputs, sizes, models and rewards. All ranks construct it (collective).
 
     Scripts use `device`, `dtype`, `model_folder`, `model_config`, `tokenizer`, `prompts` and `reward_weights`, fp64
     [K]. Evaluations use `eval_reward_weights`, in which the overlong penalty has weight 0.
@@ -64,19 +64,19 @@ class Setup:
         tools: Sequence[Tool] = (),
         scalar_head: bool = False,
     ):
-        """Start the process group, lock the run folder, load task, rewards and prompts, and choose sizes.
+        """Start the process group, lock the run folder, load the task, rewards and prompts, and choose sizes.
 
-        name: prefix of the run's name if --run-name is not given. rewards: replacement of the task's rewards.
-        scalar_head: whether the run trains a reward model on the layers of --model, and no policy.
-        tools: tools that chat prompts describe to the model: JSON schemas, or functions with type hints and docstrings.
-        For --dry-run the script calls `print_plan` instead, with the same rewards, tools and scalar_head.
+        name: prefix of the run's name if --run-name is not given. rewards: rewards that replace the task's.
+        scalar_head: whether the run trains a reward model on the layers of --model, instead of a policy.
+        tools: tools that chat prompts describe, as JSON schemas or as functions with type hints and docstrings.
+        For --dry-run, the script calls `print_plan` instead, with the same rewards, tools and scalar_head.
         Raises InputError on every rank, naming the flag, file, line or field at fault.
         """
         refuse(
             config.dry_run, "--dry-run: the script must call print_plan before Setup, as train_grpo.py does"
         )
         self.config = config
-        # Fingerprint of the reference's weights, unless the reference is the policy without its adapters.
+        # Fingerprint of the reference's weights; None if the reference is the policy without its adapters.
         self._reference_weights: int | None = None
         self.device = process_group.start(
             shares_cores=config.offload_optimizer,
@@ -95,7 +95,7 @@ class Setup:
             self._user_rollout = load_rollout(config)
             self.task = load_task(config, has_rewards=rewards is not None)
             trained, logged = load_rewards(config, self.task, rewards)
-            # A checkpoint of adapters has no full models, so resuming starts from the initial model folders.
+            # An adapter checkpoint contains no full models, so a resumed run loads the initial model folders.
             self._model_checkpoint = None if config.adapters else self.folder.checkpoint
             self.model_folder = self._model_checkpoint or self._initial_model_folder()
             self.model_config, self.prompts, self.held_out = load_prompts(
@@ -112,7 +112,7 @@ class Setup:
             self._load_rewards(trained, logged)
 
     def _choose_sizes(self) -> None:
-        """Choose sizes that fit into the free memory, and the source of old logprobs (collective)."""
+        """Choose sizes that fit into free memory, and the source of old logprobs (collective)."""
         work = workload(
             self.config,
             self.model_config,
@@ -131,7 +131,7 @@ class Setup:
         self.old_logprobs = old_logprobs_source(self.config, is_exact=self._is_exact)
 
     def _load_rewards(self, trained: Mapping[str, RewardLike], logged: Mapping[str, RewardLike]) -> None:
-        """Load the reward models, whose batches follow the chosen sizes, and order all rewards with their weights."""
+        """Load the reward models, whose batch size follows from the sizes; pair all rewards with their weights."""
         config = self.config
         rewards = dict(trained)
         for reward, model in config.reward_models.items():
@@ -154,7 +154,7 @@ class Setup:
             self.eval_reward_weights[len(rewards) - 1] = 0.0
 
     def checkpoint_folder(self, name: str) -> Path | None:
-        """Return a further model's folder in the checkpoint; None in a new run or with adapters."""
+        """Return an additional model's folder in the checkpoint; None in a new run or with adapters."""
         return self._model_checkpoint and self._model_checkpoint / name
 
     def load_model(
@@ -165,7 +165,7 @@ class Setup:
         is_frozen: Callable[[str], bool] = lambda name: False,
         base: ShardedModel | None = None,
     ) -> ShardedModel:
-        """Load a folder's model, sharded over the ranks according to flags and sizes (collective).
+        """Load the model in a folder, sharded across ranks according to the flags and sizes (collective).
 
         is_frozen, base: see `ShardedModel`.
         """
@@ -185,7 +185,7 @@ class Setup:
     def load_frozen(self, policy: ShardedModel) -> list[FrozenModel]:
         """Load the reference and the teacher, if the flags require them (collective).
 
-        The reference is the run's initial model. With adapters it is the policy without them, on the same storage.
+        The reference is the run's initial model. With adapters, it is the policy without them and shares its weights.
         """
         models = []
         if self.config.has_reference:
@@ -212,9 +212,9 @@ class Setup:
     ) -> FrozenModel:
         """Return a frozen model that scores each step's rollouts (collective if weights are sharded).
 
-        source: a loaded model, or the folder of one. A model from a folder is sharded if weights are sharded; otherwise
-        its vocabulary is truncated to the policy's. Raises InputError if a sharded model has more tokens than the
-        policy.
+        source: a loaded model, or a model folder. A model from a folder is sharded if weights are sharded; otherwise
+        its vocabulary is truncated to the policy's. Raises InputError if a sharded model has a larger vocabulary than
+        the policy.
         """
         model: ShardedModel | Transformer
         if isinstance(source, ShardedModel):
@@ -242,8 +242,8 @@ class Setup:
     ) -> Collector:
         """Create the collector, which generates and rewards each step's rollouts. Not collective.
 
-        policy: model whose own weights the engine decodes from, without a copy. The other arguments are `Collector`'s;
-        --rollout, --tools or --environment replaces `rollout`.
+        policy: model whose weights the engine decodes from directly, without a copy. --rollout, --tools or
+        --environment, if given, replaces `rollout`. For the other arguments, see `Collector`.
         """
         config, sizes = self.config, self.sizes
         model = policy.decoder if isinstance(policy, ShardedModel) else policy
@@ -275,7 +275,7 @@ class Setup:
     def evaluate(
         self, evaluator: EpisodeRunner, *, weight_version: int = 0, truncation: Truncation = NO_TRUNCATION
     ) -> list[dict[str, Any]]:
-        """Roll out this rank's held-out prompts and return their records (collective if ranks share layers).
+        """Roll out this rank's held-out prompts and return their records (collective if weights are sharded).
 
         evaluator: runner from `Collector.evaluator` for these prompts. truncation: top-k and top-p truncation of the
         sampling distributions.
@@ -293,7 +293,7 @@ class Setup:
         )
 
     def args(self) -> dict[str, Any]:
-        """Return the content of args.json: the flags, and the values chosen for those left open."""
+        """Return the content of args.json: the flags, and the values chosen for flags left unset or at "auto"."""
         config = self.config
         return {
             **vars(config),
@@ -316,7 +316,7 @@ class Setup:
         }
 
     def print_start(self) -> None:
-        """Print the folder, the model, the task, the sizes and notes on the inputs, on rank 0."""
+        """On rank 0, print the folder, the model, the task, the sizes and notes about the inputs."""
         is_gap_free = self._is_exact and not self.config.max_staleness
         effect = " (all weights are 1)" if is_gap_free else ""
         print0(
@@ -337,7 +337,7 @@ class Setup:
             print0(f"note: {note}")
 
     def _changed_flags(self) -> list[str]:
-        """Return a note on flags that differ from the run's last start, if any do."""
+        """Return a note about flags that have changed since the run's last start, if any have."""
         old = self.folder.args.get("flags", {})
         # A JSON round trip makes the new values comparable: tuples become lists.
         new = json.loads(json_text(vars(self.config)))
@@ -353,7 +353,7 @@ class Setup:
         if self.config.model is None:
             warm_start_task = "calculator" if self.config.task == "calculator" else "sorting"
             return embedded_model_folder(runs_root(), warm_start_task)
-        # The ranks of an evaluation may disagree on a run's newest checkpoint.
+        # In an evaluation, ranks may disagree about a run's newest checkpoint.
         return resolve_folder(broadcast_object(self.config.model))
 
 
@@ -363,9 +363,9 @@ def old_logprobs_source(config: RunConfig, *, is_exact: bool) -> str:
     is_exact: whether sampled logprobs equal training logprobs bitwise.
 
     With one update per step the old policy is the current one, so the ratio is 1 and no old logprobs are needed. KL
-    terms in the advantages are computed before the update, so with them "auto" also needs exact sampled logprobs.
-    With --max-staleness, older weights sampled some tokens: without importance weights (--correction none), ratios
-    are relative to those weights; otherwise old logprobs are scored or omitted.
+    terms in the advantages are computed before the update, so with them "auto" also requires exact sampled logprobs.
+    With --max-staleness, some tokens were sampled by older weights: without importance weights (--correction none),
+    ratios are relative to those older weights; otherwise old logprobs are scored or omitted.
     """
     if config.max_staleness and config.correction == "none":
         return "sampled"
