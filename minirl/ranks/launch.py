@@ -1,6 +1,6 @@
 """Run a script's `main` on a rank, and end the process after an error, a signal or the loss of another rank.
 
-Ranks wait for each other in collectives. torch.distributed raises there if the connection to another rank breaks or
+Ranks wait for each other in collectives. There, torch.distributed raises if the connection to another rank breaks or
 if a rank does not arrive within --hang-timeout seconds. When one rank exits, torchrun ends the others.
 """
 
@@ -30,7 +30,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 START_TIMEOUT_S = 300.0  # maximum time between the starts of two ranks
 REPEAT_DELAY_S = 1.0  # a second signal within this delay is ignored: torchrun may deliver one signal twice
 REPORT_S = 3.0  # time that a failed rank waits for the others to hit the same error before it reports
-POLL_S = 0.1  # polling interval for the other ranks
+POLL_S = 0.1  # interval for polling the other ranks
 GLOO_SOURCE = re.compile(r"/gloo/\S+\.cc:\d+\]")
 # Out-of-memory errors of Python, the host, CUDA and the CUDA libraries.
 OUT_OF_MEMORY = re.compile(r"MemoryError|out of memory|allocate memory|ALLOC_FAILED")
@@ -60,7 +60,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
 
     SIGTERM, SIGINT and SIGHUP (a closed terminal) request a stop at the end of the step
     (`process_group.stop_requested`). A second signal, or one before the first step, ends the process at once. Signals
-    that were ignored at startup stay ignored, as SIGHUP under nohup. SIGUSR1 prints the stacks of all threads. The
+    that were ignored at startup stay ignored, such as SIGHUP under nohup. SIGUSR1 prints the stacks of all threads. The
     process dies with torchrun.
     """
     _prepare_process()
@@ -80,14 +80,14 @@ def run(main: Callable[[], int | None]) -> NoReturn:
 
 
 def announce_phase(phase: str) -> None:
-    """Publish the step and phase that begin on this rank, for the error reports of others. Not collective."""
+    """Publish the step and phase that begin on this rank, for other ranks' error reports. Not collective."""
     this_process.phase = phase
     rendezvous().set(f"phase/{_rank()}", phase)
 
 
 @functools.cache
 def rendezvous() -> Any:
-    """Return the key-value store of all ranks: torchrun's, one that rank 0 hosts, or a single process's own.
+    """Return the key-value store that all ranks share: torchrun's, one that rank 0 hosts, or a single process's own.
 
     Raises InputError if only some of torchrun's environment variables are set, and torch's DistError if the store
     cannot be reached within START_TIMEOUT_S.
@@ -100,7 +100,7 @@ def rendezvous() -> Any:
         f"RANK or WORLD_SIZE is set without {', '.join(sorted(missing))}: use torchrun, or unset them",
     )
     store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=START_TIMEOUT_S)))
-    # torchrun keeps its store when it restarts the ranks, so the keys of an earlier attempt need another prefix.
+    # torchrun keeps its store when it restarts the ranks, so each attempt's keys need their own prefix.
     return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
 
@@ -120,7 +120,7 @@ def _prepare_process() -> None:
 
 
 def _handle_stop_signal(number: int, frame: FrameType | None) -> None:
-    """Request a stop at the end of the step, or exit at once: see `run`."""
+    """Request a stop at the end of the step, or exit at once; see `run`."""
     now = time.monotonic()
     is_repeated = this_process.stop_signal and now - this_process.stop_requested_at > REPEAT_DELAY_S
     is_forked_child = os.getpid() != this_process.pid
@@ -140,7 +140,7 @@ def _report_error(error: BaseException) -> int:
     for number in STOP_SIGNALS:  # torchrun sends them if another rank exits first
         signal.signal(number, signal.SIG_IGN)
     is_first, missing = True, []
-    # The store may be missing, or may have ended with torchrun or rank 0.
+    # The store may be missing, or may have disappeared with torchrun or rank 0.
     with contextlib.suppress(dist.DistError, InputError):
         is_first = rendezvous().add("num_errors", 1) == 1
         missing = _ranks_without_error()
@@ -149,7 +149,7 @@ def _report_error(error: BaseException) -> int:
         with contextlib.suppress(OSError):
             print(message, file=sys.stderr, flush=True)
     if _rank() == 0:
-        time.sleep(2 * POLL_S)  # without torchrun, rank 0 hosts the store, and other ranks still read it
+        time.sleep(2 * POLL_S)  # without torchrun, rank 0 hosts the store, which others may still be reading
     return exit_code
 
 
@@ -182,7 +182,7 @@ def _exit_code_and_message(error: BaseException, missing: Sequence[str]) -> tupl
     if not exit_code and OUT_OF_MEMORY.search(repr(error)):
         advice = this_process.memory_advice(this_process.phase)
         return InputError.exit_code, f"error: out of memory; planned: {advice} [{where}: {cause}]"
-    # gloo raises plain RuntimeErrors, whose messages begin with a location in its source.
+    # gloo raises plain RuntimeErrors, whose messages begin with a source location.
     is_gloo_error = type(error) is RuntimeError and GLOO_SOURCE.search(cause)
     if isinstance(error, dist.DistError) or is_gloo_error:
         lost = ", ".join(missing) or "another rank"

@@ -1,7 +1,7 @@
 """Start the process group, choose each rank's device, and run collectives on host values.
 
-Under torchrun the ranks come from its environment variables; otherwise this process is the only rank. Every
-rank runs the same script.
+Under torchrun, its environment variables define the ranks; otherwise this process is the only rank. Every rank runs
+the same script.
 """
 
 import os
@@ -30,13 +30,13 @@ def start(
 ) -> torch.device:
     """Join the process group and return this rank's device. All ranks call it (collective).
 
-    shares_cores: on CUDA, give each rank an equal share of the CPU cores instead of one thread. On the CPU every rank
-    uses one thread: with more, matmuls are not batch-invariant (`minirl.model.batch_invariance`).
+    shares_cores: whether each rank on CUDA gets an equal share of the CPU cores instead of one thread. On the CPU,
+    every rank uses one thread, because with more, matmuls are not batch-invariant (`minirl.model.batch_invariance`).
 
-    hang_timeout: seconds after which a collective fails if a rank has not arrived. may_use_cpu: see `select_device`.
+    hang_timeout: time (s) after which a collective fails if a rank has not arrived. may_use_cpu: see `select_device`.
 
     Unless one of ALLOCATOR_SETTINGS is set, the CUDA allocator uses expandable segments, so that memory freed by one
-    phase can hold a larger block of the next. bf16 matmuls accumulate in fp32.
+    phase can hold larger blocks in the next one. bf16 matmuls accumulate in fp32.
 
     Raises InputError for an unusable device and for --max-restarts on several nodes. Raises it on all ranks if their
     device types or command lines differ. Raises torch's DistError if another rank does not arrive.
@@ -74,8 +74,8 @@ def start(
 def select_device(*, may_use_cpu: bool) -> torch.device:
     """Return this rank's CUDA device, or the CPU if torch sees none. An empty CUDA_VISIBLE_DEVICES hides all devices.
 
-    may_use_cpu: if this node has more ranks than CUDA devices, hide the devices and print a line that says so. Not
-    collective. Raises InputError if the ranks cannot each use a CUDA device.
+    may_use_cpu: whether to hide the devices, and print a line that says so, if this node has more ranks than devices.
+    Not collective. Raises InputError if the ranks cannot each use a CUDA device.
     """
     num_devices = torch.cuda.device_count()
     if num_devices < local_world_size():
@@ -100,7 +100,7 @@ def select_device(*, may_use_cpu: bool) -> torch.device:
 
 
 def stop_requested() -> int:
-    """Return the number of the signal that asked any rank to stop, or 0. Called at the end of a step (collective).
+    """Return the number of the signal that requested a stop on any rank, or 0 (collective, at the end of a step).
 
     All ranks get the same number and therefore stop after the same step.
     """
@@ -173,6 +173,6 @@ def barrier() -> None:
 
 @spent_on("wait_ranks")
 def all_reduce_sum(values: Tensor) -> Tensor:
-    """Sum a host tensor over the ranks, in place (collective)."""
+    """Sum a host tensor across ranks, in place (collective)."""
     dist.all_reduce(values)
     return values

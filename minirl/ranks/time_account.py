@@ -1,8 +1,8 @@
-"""Time breakdown of a rank: at every moment the main thread spends its time on exactly one cause.
+"""Per-rank time breakdown: the main thread's time is always attributed to exactly one cause.
 
-The seconds of all causes therefore add up to wall time; unattributed time goes to "host". docs/metrics.md lists the
-causes. Each phase of the step sets a cause (`StepMetrics.begin`), and `spent_on` sets another one for a block. The
-module's only state is `this_process`.
+The causes' seconds therefore add up to wall time; time without a more specific cause goes to "host".
+docs/metrics.md lists the causes. Each phase of the step sets a cause (`StepMetrics.begin`), and `spent_on` sets another
+one for a block. The module's only state is `this_process`.
 """
 
 import threading
@@ -25,14 +25,17 @@ class TimeAccount:
         self.begin()
 
     def begin(self) -> None:
-        """Reset all seconds and switch to "host". Call it before the first step, so that setup counts in no step."""
+        """Reset all seconds and switch to "host".
+
+        Call it before the first step, so that setup is not attributed to any step.
+        """
         self._thread = threading.get_ident()
         self._cause = "host"
         self._since = self._started_at = time.perf_counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def switch(self, cause: str) -> None:
-        """Count time under another cause from now on."""
+        """Attribute time to another cause from now on."""
         now = time.perf_counter()
         self._seconds[self._cause] += now - self._since
         self._since = now
@@ -48,9 +51,9 @@ class TimeAccount:
 
     @contextmanager
     def spent_on(self, cause: str) -> Iterator[None]:
-        """Count the time of the block, or of each call of a decorated function, under another cause.
+        """Attribute the time spent in the block, or in each call to a decorated function, to another cause.
 
-        Costs a few microseconds and never waits for the device. Has no effect in other threads or inside one of
+        Costs a few microseconds and never waits for the device. Has no effect in other threads or within one of
         WHOLE_CAUSES.
         """
         if self._cause in WHOLE_CAUSES or threading.get_ident() != self._thread:
@@ -69,6 +72,6 @@ spent_on = this_process.spent_on
 
 
 def wait_for_device() -> None:
-    """Wait for all CUDA kernels launched so far, so that their time is not counted under the next cause."""
+    """Wait for all CUDA kernels launched so far, so that their time is not attributed to the next cause."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
