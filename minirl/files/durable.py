@@ -1,4 +1,4 @@
-"""Write files and folders atomically: they are complete or absent, whenever the process is killed.
+"""Write files and folders atomically: they are either complete or absent, no matter when the process is killed.
 
 A file's content reaches the disk before the file gets its name. A folder is filled under a temporary name (with a
 leading dot) and then renamed.
@@ -54,7 +54,7 @@ def add_path_to_oserror(path: Path) -> Iterator[None]:
 
 def publish(half_made: Path, folder: Path) -> None:
     """Sync a complete folder and rename it. Raises OSError if `folder` already exists and is not empty."""
-    # `new_file` has synced the files to disk already, but not the directory entries.
+    # `new_file` has already synced the files to disk, but not the directory entries.
     for subfolder in [*half_made.rglob("*/"), half_made]:
         fsync_path(subfolder)
     os.rename(half_made, folder)

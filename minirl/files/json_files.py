@@ -10,9 +10,10 @@ from minirl.errors import InputError
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:
-    """Serialize a value: sets and arrays become lists, numpy and torch scalars numbers, other objects strings.
+    """Serialize a value as JSON.
 
-    Raises TypeError for keys that JSON lacks, and ValueError for a value that contains itself.
+    Sets and arrays become lists, numpy and torch scalars become numbers, and other objects become strings. Raises
+    TypeError for keys that JSON does not support, and ValueError for a value that contains itself.
     """
     return json.dumps(value, indent=indent, default=_plain)
 
@@ -24,7 +25,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Read one JSON object per line; skip other lines, such as one cut off by a kill. Raises OSError."""
+    """Read one JSON object per line; skip other lines, such as one truncated by a kill. Raises OSError."""
     values = []
     for line in path.read_bytes().split(b"\n"):
         with contextlib.suppress(ValueError, RecursionError):
@@ -33,7 +34,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file that contains an object. Raises InputError, naming the file if it does not."""
+    """Read a JSON file that contains an object. Raises InputError, naming the file, if it does not."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

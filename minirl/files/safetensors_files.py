@@ -30,7 +30,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 
 def read_tensor(path: Path, name: str) -> Tensor:
-    """Read one tensor from a file. Raises like `open_tensors`."""
+    """Read one tensor from a file. Raises InputError, like `open_tensors`."""
     with open_tensors(path) as file:
         return file.get_tensor(name)
 

@@ -1,4 +1,4 @@
-"""Load user functions and format their exceptions. Only the standard library, so that reward workers start fast."""
+"""Load user functions and format their exceptions. Needs only the standard library, so reward workers start fast."""
 
 import builtins
 import contextlib
@@ -13,9 +13,9 @@ from typing import Any
 
 from minirl.errors import InputError, refuse
 
-# Folder of this package, whose frames are cut from the start of users' tracebacks.
+# Folder of this package, whose frames are removed from the start of user tracebacks.
 PACKAGE_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-# Maximum characters of a traceback and of a value in messages.
+# Maximum length (characters) of a traceback and of a value in a message.
 MAX_TRACEBACK = 4000
 MAX_REPR = 80
 
@@ -23,7 +23,7 @@ MAX_REPR = 80
 def source_and_name(flag: str, spec: str, expected: str = "function") -> tuple[str, str]:
     """Split a flag's value, "file.py:name" or "module:name", into the file or module and the name.
 
-    expected: kind of object that the name denotes, for the message. Raises InputError for a malformed value or a
+    expected: kind of object that the name denotes, for the error message. Raises InputError for a malformed value or a
     missing file.
     """
     source, _, name = spec.rpartition(":")
@@ -39,7 +39,7 @@ def source_and_name(flag: str, spec: str, expected: str = "function") -> tuple[s
 
 @contextlib.contextmanager
 def loading_user_code(what: str) -> Iterator[None]:
-    """Turn errors of the user code that the block loads into an InputError whose message begins with `what`."""
+    """Turn errors from user code that the block loads into an InputError whose message begins with `what`."""
     try:
         yield
     except InputError as reason:
@@ -79,7 +79,7 @@ def _run_file(file: str) -> types.ModuleType:
 
 
 def _import_sibling(file: str, name: str, *arguments: Any, **options: Any) -> Any:
-    """Import a module for a user's file. Files in its folder are keyed by path, as other folders may reuse a name."""
+    """Import a module for a user's file. Files in its folder are keyed by path: other folders may reuse a name."""
     path = os.path.join(os.path.dirname(file), f"{name}.py")
     is_loaded = getattr(sys.modules.get(name), "__file__", None) == path  # for example by the script
     if path == file or is_loaded or not os.path.isfile(path):
