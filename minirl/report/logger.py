@@ -1,8 +1,9 @@
 """Log a run to the console, metrics.jsonl, rollouts/*.jsonl and optionally wandb.
 
-Logging errors never stop a run. If metrics.jsonl cannot be written (a full disk), its lines are buffered and written
-with a later step. If a step's rollouts cannot be written, they are dropped with a warning. After its first error, wandb
-is turned off with one printed line. A resumed run continues its files and its wandb run after the checkpoint's step.
+Logging errors never stop a run. If metrics.jsonl cannot be written (on a full disk, say), its lines are buffered and
+written with a later step. If a step's rollouts cannot be written, they are dropped with a warning. After its first
+error, wandb is turned off and one line says so. A resumed run continues its files and its wandb run after the
+checkpoint's step.
 """
 
 import contextlib
@@ -54,7 +55,7 @@ class Logger:
 
         args: content of args.json, including the run's `wandb_id`.
         after_step: last step to keep in metrics.jsonl; later lines are deleted.
-        wandb_mode: "off", or a mode of `wandb.init`. Raises OSError if the folder is not writable.
+        wandb_mode: "off", or a `wandb.init` mode. Raises OSError if the folder is not writable.
         """
         self.folder = folder
         self._wandb: Any = None
@@ -62,7 +63,7 @@ class Logger:
         self._after_step = after_step
         self._started_at = time.monotonic()
         self._metrics_file = folder / "metrics.jsonl"
-        # Lines that still have to be written to metrics.jsonl.
+        # Lines not yet written to metrics.jsonl.
         self._pending_lines = b""
         if rank() == 0:
             (folder / "rollouts").mkdir(exist_ok=True)
@@ -94,7 +95,7 @@ class Logger:
     ) -> None:
         """Write a step's records from all ranks, ordered by id, to rollouts/<step>.jsonl (collective).
 
-        to_wandb: whether to log a table of the first records to wandb, if it is on; they must have an `advantage`.
+        to_wandb: whether to log a table of the first records to wandb, if it is on; these records need an `advantage`.
         """
         # Each rank encodes its own records, so that rank 0 only has to sort the lines.
         lines = [(record["id"], json_text(record) + "\n") for record in records]
@@ -143,7 +144,7 @@ class Logger:
         self._wandb = WandbRun(self.folder, args, mode)
 
     def _try_wandb(self, action: Callable[[], Any]) -> None:
-        """Run an action on wandb, if it is on. On an error, print it and turn wandb off."""
+        """Run a wandb action, if wandb is on. On an error, print it and turn wandb off."""
         if not self._uses_wandb:
             return
         try:
@@ -156,7 +157,7 @@ class Logger:
 
 
 def console_line(step: int, num_steps: int, metrics: Mapping[str, float], *, left_s: float) -> str:
-    """Format a step's console line, with those of COLUMNS that have a metric."""
+    """Format a step's console line, with a column for each metric in COLUMNS that the step has."""
     columns = [f"step {step:>{len(str(num_steps))}}/{num_steps} {timedelta(seconds=round(left_s))} left"]
     for title, metric, spec in COLUMNS:
         if metric in metrics:

@@ -1,4 +1,4 @@
-"""Metrics of a training step, collected on each rank and reduced over all ranks at the end of the step."""
+"""Metrics of a training step, collected on each rank and reduced across ranks at the end of the step."""
 
 import itertools
 import math
@@ -18,23 +18,23 @@ from minirl.training.advantages import have_zero_variance
 from minirl.training.batch import Batch, SequenceInfo
 from minirl.training.kl import kl_penalty
 
-# Initial value and merge function of each kind of metric, over a step and over ranks. Means are divided by their weight
-# at the end. `np.maximum` propagates NaN.
+# Initial value and merge function for each kind of metric, used within a step and across ranks. Means are divided by
+# their weight at the end. `np.maximum` propagates NaN.
 KINDS: dict[str, tuple[float, Callable[[float, float], float]]] = {
     "mean": (0.0, operator.add),
     "total": (0.0, operator.add),
     "maximum": (-math.inf, np.maximum),
 }
-# ((kind, name), number, weight). The weight is the number of values behind the number; a total weight of 0 omits the
-# metric.
+# ((kind, name), number, weight). The weight is the number of values that the number summarizes; metrics with a total
+# weight of 0 are omitted.
 Entry = tuple[tuple[str, str], float | Tensor, float | Tensor]
 
 
 class StepMetrics:
     """Metrics of one step on one rank: weighted means, maxima and totals, keyed by name.
 
-    Added tensors stay on their device until `reduce`: reading each one at once would synchronize with the device many
-    times per microbatch.
+    Added tensors stay on their device until `reduce`: reading each one immediately would synchronize with the device
+    many times per microbatch.
     """
 
     def __init__(self, step: int = 0) -> None:
@@ -53,28 +53,28 @@ class StepMetrics:
         self.add(name, values.double().sum(), values.numel())
 
     def add_max(self, name: str, values: Tensor, weight: float | Tensor = 1.0) -> None:
-        """Update a maximum with the elements of `values`, if any. weight: 0 if they do not count as values."""
+        """Update a maximum with the elements of `values`, if any. weight: 0 if none of them counts."""
         if values.numel():
             self.add(name, values.max(), weight, kind="maximum")
 
     def add_total(self, name: str, amount: float | Tensor) -> None:
-        """Add to a total, which is also summed over ranks."""
+        """Add to a total, which is also summed across ranks."""
         self.add(name, amount, kind="total")
 
     def begin(self, phase: str) -> None:
-        """Begin a phase, after the device has finished the previous one.
+        """Wait for the device to finish the previous phase, then begin a new one.
 
-        Time is counted under the phase's name from now on ("generate" counts as "host"), except in blocks of
-        `time_account.spent_on`. If this rank hangs, other ranks report the phase (`launch.announce_phase`).
+        From now on, time is attributed to the phase (for "generate", to "host"), except in `time_account.spent_on`
+        blocks. If this rank hangs, other ranks report the phase (`launch.announce_phase`).
         """
         time_account.wait_for_device()
         time_account.this_process.switch("host" if phase == "generate" else phase)
         launch.announce_phase(f"step {self._step}, phase {phase}")
 
     def end(self) -> None:
-        """Add the step's seconds per cause, each a mean over all ranks.
+        """Add the step's seconds per cause, averaged over all ranks.
 
-        A step lasts from the previous `end` to this one; later work counts in the next step.
+        A step lasts from the previous `end` to this one; later work belongs to the next step.
         """
         time_account.wait_for_device()
         elapsed, seconds = time_account.this_process.take()
@@ -83,7 +83,7 @@ class StepMetrics:
             self.add_total(f"time/{name}", spent / world_size())
 
     def reduce(self) -> dict[str, float]:
-        """Return all means, maxima and totals over all ranks; the same on every rank (collective).
+        """Reduce all means, maxima and totals across ranks, and return them on every rank (collective).
 
         Means and maxima without values are omitted.
         """
@@ -97,7 +97,7 @@ class StepMetrics:
 
 
 def _merge(entries: Iterable[Entry]) -> list[tuple[tuple[str, str], float, float]]:
-    """Merge the entries of each metric in order. The first tensor on a device synchronizes with it."""
+    """Merge each metric's entries in order. Reading the first tensor on a device synchronizes with the device."""
     merged: dict[tuple[str, str], tuple[float, float]] = {}
     for key, number, weight in entries:
         start, merge = KINDS[key[0]]
@@ -112,7 +112,7 @@ def add_rollouts(
     *,
     grouped_rewards: Tensor,
 ) -> None:
-    """Add this rank's rollouts, and the rewards [P, G] of all groups, which are the same on every rank.
+    """Add this rank's rollouts, and all groups' rewards [P, G], which are the same on every rank.
 
     NaN rewards (no reward function applied) are excluded from the statistics and counted separately.
     """
@@ -151,24 +151,24 @@ def add_skipped_tokens(
 ) -> None:
     """Add the fraction of the step's completion tokens that the update skips.
 
-    sequences: the sequences of all ranks, the same on every rank. skipped: the sequences that the update skips.
+    sequences: all ranks' sequences, the same on every rank. skipped: the sequences that the update skips.
     """
     total = sum(sequence.num_loss_tokens for sequence in sequences)
     metrics.add("perf/skipped_tokens", sum(sequence.num_loss_tokens for sequence in skipped), total)
 
 
 def add_rewards(metrics: StepMetrics, functions: Collection[str], rewards: Tensor) -> None:
-    """Add the mean and std of each of the K reward functions, as reward/NAME and reward/NAME/std.
+    """Add the mean and std of the rewards from each of the K reward functions, as reward/NAME and reward/NAME/std.
 
     rewards: fp64 [P, G, K], the rewards of all groups. They are the same on every rank, so the numbers do not depend on
-    how rollouts are distributed. NaN rewards do not apply to their completion and are excluded.
+    how rollouts are distributed. A NaN reward does not apply to its completion and is excluded.
     """
     for name, values in zip(functions, rewards.flatten(0, 1).T, strict=True):
         _add_statistics(metrics, values, f"reward/{name}", f"reward/{name}/std")
 
 
 def _add_statistics(metrics: StepMetrics, rewards: Tensor, mean: str, std: str) -> None:
-    """Add the mean and std of the rewards that are not NaN; the std needs at least two."""
+    """Add the mean and std of the non-NaN rewards; the std needs at least two."""
     scored = rewards[~rewards.isnan()]
     metrics.add_values(mean, scored)
     if len(scored) > 1:
@@ -188,7 +188,7 @@ def add_tokens(
     """Add a microbatch's logprobs, importance ratios and entropies from the forward pass, all [T].
 
     weight_version: version of the weights in this pass. The gap between sampled and training logprobs is measured only
-    on tokens that these weights sampled, so no token counts after the step's first update.
+    on tokens that these weights sampled, so it covers no tokens after the step's first update.
     """
     index = micro.loss_index
     metrics.add_values("policy/entropy", entropy[index])

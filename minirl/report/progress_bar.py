@@ -11,7 +11,7 @@ DELAY_S = 3.0  # shorter phases show no bar
 def show_progress(
     name: str, items: Sequence[Any] | None = None, *, total: int | None = None, unit: str = "microbatches"
 ) -> Any:
-    """Return a tqdm bar, shown on rank 0 and cleared at its end. Not collective.
+    """Return a tqdm bar, shown on rank 0 and cleared when it ends. Not collective.
 
     Iterating over the bar yields `items`; without items, `update(n)` advances it towards `total`. The bar is shown only
     if stderr is a terminal, so that it does not clutter log files.

@@ -1,4 +1,4 @@
-"""Rollout records, which are the lines of rollouts/*.jsonl, and the evaluation metrics averaged from them."""
+"""Rollout records, which are the lines of rollouts/*.jsonl, and the evaluation metrics computed from them."""
 
 import math
 import re
@@ -59,7 +59,8 @@ def rollout_records(
 def mean_rewards(records: Iterable[Record], task: Task) -> dict[str, float]:
     """Return the metrics of an evaluation: mean rewards overall, per file and per reward function. Not collective.
 
-    Means per file (or function) are omitted if there is only one. Rewards that do not apply are excluded.
+    Means per file (or function) are omitted if there is only one file (or function). Rewards that do not apply are
+    excluded.
     """
     given: dict[str, list[float]] = defaultdict(list)
     for sample in records:
