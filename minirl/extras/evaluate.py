@@ -3,8 +3,8 @@
     python -m minirl.extras.evaluate --model DIR --task gsm8k --data test.jsonl --samples 8 --temperature 0.8
 
 Prompts, rollouts and rewards are the same as in a training run with these flags. With `--model RUN`, the flags default
-to the run's. The result is one JSON object, printed to stdout and saved as evaluation.json in the folder of --run-name,
-which also gets the rollouts. All other output goes to stderr.
+to that run's values. The result is one JSON object, printed to stdout and saved as evaluation.json in the run folder
+(--run-name), along with the rollouts. All other output goes to stderr.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ from minirl.run.flags import parse, peek_flag
 from minirl.run.run_folder import find_run
 from minirl.run.setup import Setup
 
-# The flags whose defaults come from the evaluated run, and all flags of an evaluation.
+# Flags whose defaults come from the evaluated run, and all flags of an evaluation.
 RUN_FLAGS = (
     "task eval_data chat chat_template_kwargs max_new_tokens rollout tools environment workers call_timeout reward "
     "reward_model reward_weights overlong_buffer"
@@ -58,10 +58,10 @@ NUM_RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class Config(RunConfig):
-    """The flags of an evaluation; training flags keep their defaults."""
+    """Evaluation flags; training flags keep their defaults."""
 
     model: str | None = None
-    """[Model and data] Hugging Face folder, hub id, or run, whose newest checkpoint is evaluated (default: a tiny
+    """[Model and data] Hugging Face folder, hub id, or a run whose newest checkpoint is evaluated (default: a tiny
     embedded model)"""
     data: str | None = None  # file or dataset with the prompts to evaluate; --eval-data takes precedence
     eval_rows: int = 10**9  # [Evaluation] maximum number of rows per file
@@ -74,7 +74,7 @@ class Config(RunConfig):
 
 
 def find_model(model: str) -> tuple[str, dict[str, Any]]:
-    """Return the folder that --model names, and the args.json of its run, {} if it belongs to no run.
+    """Return the folder that --model names, and its run's args.json ({} if it belongs to no run).
 
     If --model names a run, the folder is its newest checkpoint. Raises InputError if the run has no checkpoint.
     """
@@ -114,7 +114,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def majority(answers: Sequence[Any], is_correct: Sequence[bool]) -> float:
-    """Return the fraction of correct samples among the samples with a most frequent answer; None is not an answer."""
+    """Return the fraction of correct samples among those with the most frequent answer(s); None is not an answer."""
     winners = multimode(answer for answer in answers if answer is not None)
     votes = [right for answer, right in zip(answers, is_correct, strict=True) if answer in winners]
     return fmean(votes) if votes else 0.0
@@ -125,8 +125,8 @@ def values_by_prompt(
 ) -> dict[str, list[float]]:
     """Return each metric's values, one for each prompt that has the metric. Not collective.
 
-    records: all ranks' completions. weights: weights of the rewards. If all rewards with a positive weight are 0 or 1,
-    these tell `prompt_metrics` which completions are correct.
+    records: all ranks' completions. weights: reward weights, keyed by name. If all rewards with a positive weight are 0
+    or 1, they tell `prompt_metrics` which completions are correct.
     """
     values = defaultdict(list)
     in_order = sorted(records, key=lambda record: record["id"])
@@ -146,7 +146,7 @@ def values_by_prompt(
 def prompt_metrics(
     samples: Sequence[Record], task: Task, correctness_rewards: Sequence[str]
 ) -> dict[str, float]:
-    """Return the mean length and truncated fraction of a prompt's samples, and pass@k and majority vote if defined.
+    """Return the mean length and truncated fraction of a prompt's samples, and, if defined, pass@k and majority vote.
 
     correctness_rewards: names of rewards that are 0 or 1; without them, only lengths are measured. A completion is
     correct if all its applicable correctness rewards are 1.
@@ -168,7 +168,7 @@ def prompt_metrics(
 
 
 def bootstrap_interval(values: Sequence[float], *, seed: int) -> tuple[float, float]:
-    """Return the 95% bootstrap interval of the mean: percentiles of the means of resampled values."""
+    """Return the 95% bootstrap confidence interval of the mean: percentiles of the means of resampled values."""
     generator = random.Random(seed)
     means = [fmean(generator.choices(values, k=len(values))) for _ in range(NUM_RESAMPLES)]
     low, *_, high = quantiles(means, n=40, method="inclusive")
@@ -214,7 +214,7 @@ def evaluate(config: Config) -> dict[str, Any]:
 
 
 def main(config: Config) -> int:
-    """Evaluate and print the JSON result; return the exit code. Every rank runs it."""
+    """Evaluate, print the JSON result and return the exit code. Every rank calls this function."""
     files = config.eval_data or tuple(filter(None, [config.data]))
     # `data` is one of the evaluated files, because an evaluation needs no training rows.
     config = dataclasses.replace(config, data=next(iter(files), None), eval_data=files)

@@ -42,7 +42,7 @@ def read_run(name: str) -> tuple[str, Lines]:
 
 
 def series(lines: Lines, metric: str) -> tuple[list[int], list[float]]:
-    """Return steps and values of a metric, without steps at which it is missing or non-finite."""
+    """Return a metric's steps and values, omitting steps where it is missing or non-finite."""
     measured = [line for line in lines if line.get(metric) is not None]
     return [line["step"] for line in measured], [line[metric] for line in measured]
 
@@ -53,7 +53,7 @@ def running_mean(values: list[float]) -> list[float]:
 
 
 def draw_lines(axes: Any, runs: Runs, metric: str) -> None:
-    """Draw a metric of all runs. On the reward panel, also draw each evaluation; step 0 is before training."""
+    """Draw a metric for all runs. On the reward panel, also draw each evaluation; step 0 is before training."""
     for i, (name, lines) in enumerate(runs):
         steps, values = series(lines, metric)
         axes.plot(steps, values, color=f"C{i}", alpha=0.25, linewidth=0.8)
@@ -108,11 +108,11 @@ def draw(runs: Runs, metrics: Iterable[str] = METRICS) -> Any:
 def main(
     runs: Positional[tuple[str, ...]], output: Path = Path("runs.png"), metrics: tuple[str, ...] = METRICS
 ) -> None:
-    """Plot runs into one figure. Raises InputError without runs, and for a run without steps.
+    """Plot runs into one figure. Raises InputError if no runs are given or a run has no steps.
 
     Args:
-        runs: folders of runs, or their names in ./runs or $MINIRL_RUNS
-        output: file to save the figure to
+        runs: run folders, or run names in ./runs or $MINIRL_RUNS
+        output: file where the figure is saved
         metrics: names of the metrics to plot, one panel each
     """
     refuse(not runs, "no runs given; name at least one run to plot")

@@ -59,8 +59,8 @@ def main(run: Positional[str], step: Positional[int | None] = None, num: int = 4
     """Show a step's rollouts. Raises InputError if there are none.
 
     Args:
-        run: folder of a run, or its name in ./runs or $MINIRL_RUNS
-        step: number of the step (None: the last step with saved rollouts)
+        run: a run's folder, or its name in ./runs or $MINIRL_RUNS
+        step: step number (None: the last step with saved rollouts)
         num: maximum number of rollouts to show
     """
     path = step_file(run, step)

@@ -14,7 +14,7 @@ TABLE_CHARS = 4_000
 
 
 class WandbRun:
-    """wandb run of rank 0. Its methods raise whatever wandb raises, even SystemExit."""
+    """Rank 0's wandb run. Its methods raise whatever wandb raises, even SystemExit."""
 
     def __init__(self, folder: Path, args: dict[str, Any], mode: Any):
         """Start or resume the run. args: the run's config, including its `wandb_id`. mode: see `wandb.init`."""
@@ -22,7 +22,7 @@ class WandbRun:
 
         self._metrics_file = folder / "metrics.jsonl"
         self.run = wandb.init(
-            # Arguments override WANDB_* variables, so only those variables set entity, group and tags.
+            # Arguments override WANDB_* variables, so entity, group and tags are left to those variables.
             project=os.environ.get("WANDB_PROJECT") or "minirl",
             name=folder.name,
             id=args["wandb_id"],
@@ -36,7 +36,7 @@ class WandbRun:
         """Log a step's metrics, already written to metrics.jsonl, and update the best held-out score in the summary."""
         self.run.log(metrics, step=step)
         if "eval/reward" in metrics:
-            # Unlike this object, the file also has the steps before a resume.
+            # Unlike this object, the file also covers steps before a resume.
             lines = read_json_lines(self._metrics_file)
             self.run.summary["best/eval_reward"], self.run.summary["best/step"] = max(
                 (line["eval/reward"], line["step"]) for line in lines if line.get("eval/reward") is not None
