@@ -61,7 +61,7 @@ class Config(RunConfig):
     """Evaluation flags; training flags keep their defaults."""
 
     model: str | None = None
-    """[Model and data] Hugging Face folder, hub id, or a run whose newest checkpoint is evaluated (default: a tiny
+    """[Model and data] Hugging Face folder or hub id, or a run whose newest checkpoint is evaluated (default: a tiny
     embedded model)"""
     data: str | None = None  # file or dataset with the prompts to evaluate; --eval-data takes precedence
     eval_rows: int = 10**9  # [Evaluation] maximum number of rows per file

@@ -219,7 +219,7 @@ def add_clip(
 ) -> None:
     """Add the fractions of a microbatch's sampled tokens that the lower and the upper clip affect. ratio: [T].
 
-    The lower clip acts where ratio < 1 - clip_low and A < 0, the upper clip where ratio > 1 + clip_high and A > 0.
+    The lower clip applies where ratio < 1 - clip_low and A < 0, the upper clip where ratio > 1 + clip_high and A > 0.
     is_weight: whether the ratio only weights the loss (CISPO) and is clipped for any advantage A.
     """
     low = ratio < 1 - clip_low
@@ -234,8 +234,8 @@ def add_clip(
 def derived(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the reduced metrics together with derived ones.
 
-    Adds completion tokens per second of generation and of the update, if they took any time. Turns counts of finish
-    reasons into fractions.
+    Adds completion tokens per second of generation and of the update, if they took any time. Turns
+    finish-reason counts into fractions.
     """
     all_metrics = dict(metrics)
     for name in metrics:

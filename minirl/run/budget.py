@@ -23,9 +23,9 @@ USABLE_FRACTION = 0.9  # usable fraction of free memory; the rest is the margin
 CPU_FACTOR = 2.0
 MAX_REQUESTS = {"cpu": 256, "cuda": 1024}
 CACHE_TOKENS = 65536  # default cache capacity, exceeded only if a rank's completions can fill more
-# Ways to run an update, fastest first: (divisor of the default microbatch, recompute layers, shard gradients). Sharded
-# gradients come before recomputation because their reduction overlaps with backward. With the optimizer on the host,
-# backward waits for the reduction, so recomputation comes first.
+# Ways to run an update, fastest first: (divisor of the default microbatch size, recompute layers, shard gradients).
+# Sharded gradients come before recomputation because their reduction overlaps with backward. With the optimizer on the
+# host, backward waits for the reduction, so recomputation comes first.
 UPDATE_OPTIONS = list(itertools.product((1, 2, 4, 8), (False, True), (False, True)))
 OFFLOADED_UPDATE_OPTIONS = [(divisor, recompute, shard) for divisor, shard, recompute in UPDATE_OPTIONS]
 

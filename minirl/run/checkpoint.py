@@ -135,7 +135,7 @@ class Checkpoints:
     def _write_files(self, folder: Path, progress: Mapping[str, Any]) -> None:
         """Write this rank's checkpoint files (collective).
 
-        Raises OSError. Raises InputError if `extra` has values that a checkpoint cannot store or that differ between
+        Raises OSError, and InputError if `extra` has values that a checkpoint cannot store or that differ between
         ranks.
         """
         (folder / "resume").mkdir(0o700, parents=True, exist_ok=True)

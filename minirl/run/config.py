@@ -41,9 +41,10 @@ class RunConfig:
     """source of prompts and rewards (auto: jsonl with --data, else sorting)"""
     data: str | None = None
     """training prompts: a .jsonl, .json or .parquet file, or a dataset folder or hub id, NAME[:CONFIG[:SPLIT]]
-    (default: the task's)"""
+    (default: the task's prompts)"""
     eval_data: tuple[str, ...] = ()
-    """held-out prompts: files or datasets, as for --data, each with its own metric (default: the task's, if any)"""
+    """held-out prompts: files or datasets, as for --data, each with its own metric (default: the task's own prompts,
+    if any)"""
     chat: bool = False
     """apply the chat template to text prompts, for the policy and for --reward-model"""
     chat_template_kwargs: str | None = None
@@ -57,11 +58,11 @@ class RunConfig:
     """maximum staleness (steps) of a completion's first token at training time (0: completions never span steps)"""
 
     max_new_tokens: int | None = None
-    """[Rollout] maximum completion length (tokens), including appended text (default: 10 for sorting, 32 for
-    calculator, 512 for gsm8k and jsonl)"""
+    """[Rollout] maximum completion length (tokens), including text that the rollout appends (default: 10 for
+    sorting, 32 for calculator, 512 for gsm8k and jsonl)"""
     temperature: float = 1.0  # sampling temperature, also applied to training logprobs
     rollout: str | None = None
-    """rollout function, an `async def`, as file.py:function (default: the script's)"""
+    """rollout function, an `async def`, as file.py:function (default: the script's own)"""
     tools: str | None = None
     """tools for a chat model, as file.py:function,function,... with type hints and docstrings, like TRL's `tools`"""
     environment: str | None = None
@@ -74,7 +75,7 @@ class RunConfig:
 
     reward: tuple[str, ...] = ()
     """[Reward] reward functions, as file.py:function, called as f(prompts, completions, **columns), or episode[:NAME]
-    for a reward that the rollout returns (default: the task's)"""
+    for a reward that the rollout returns (default: the task's rewards)"""
     reward_model: tuple[str, ...] = ()
     """reward models: Hugging Face folders or hub ids of sequence classifiers with one label"""
     reward_weights: tuple[float, ...] = ()
@@ -189,7 +190,7 @@ class RunConfig:
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps per step."""
+        """Optimizer steps per training step."""
         return self.num_epochs * self.minibatches_per_epoch
 
     @property
