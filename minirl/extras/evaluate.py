@@ -63,7 +63,8 @@ class Config(RunConfig):
     model: str | None = None
     """[Model and data] Hugging Face folder or hub id, or a run whose newest checkpoint is evaluated (default: a tiny
     embedded model)"""
-    data: str | None = None  # file or dataset with the prompts to evaluate; --eval-data takes precedence
+    data: str | None = None
+    """file or dataset with the prompts to evaluate; --eval-data takes precedence"""
     eval_rows: int = 10**9  # [Evaluation] maximum number of rows per file
     eval_samples: Annotated[int, tyro.conf.arg(aliases=["--samples"])] = 0
     """sampled completions per row, at --temperature; 0 takes one greedy completion"""

@@ -43,8 +43,8 @@ class RunConfig:
     """training prompts: a .jsonl, .json or .parquet file, or a dataset folder or hub id, NAME[:CONFIG[:SPLIT]]
     (default: the task's prompts)"""
     eval_data: tuple[str, ...] = ()
-    """held-out prompts: files or datasets, as for --data, each with its own metric (default: the task's own prompts,
-    if any)"""
+    """held-out prompts: files or datasets, as for --data, each with its own metric (default: the task's held-out
+    set, if any)"""
     chat: bool = False
     """apply the chat template to text prompts, for the policy and for --reward-model"""
     chat_template_kwargs: str | None = None
