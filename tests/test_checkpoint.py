@@ -224,7 +224,7 @@ def test_row_08_a_checkpoint_that_cannot_be_read_is_refused_by_name():
     for damaged in (path.read_bytes()[:-100], b"PK\3\4 no archive"):
         path.write_bytes(damaged)
         with pytest.raises(
-            InputError, match=rf"{path}: cannot be read .*delete {path.parent.parent} to resume"
+            InputError, match=rf"{path} cannot be read .*delete {path.parent.parent} to resume"
         ):
             resumed_step()
     shutil.rmtree(path.parent.parent)
@@ -255,7 +255,7 @@ def test_rows_07_and_47_a_folder_that_cannot_be_a_runs_is_refused_by_name(runs, 
     for root, name, said in (
         *((runs, path, "plain name") for path in ("..", "", "/tmp/x", "a/b", ".hidden", "a\0b", "-x")),
         (runs, "file", f"{runs}/file: File exists; see --run-name"),
-        (runs, "taken", f"{runs}/taken: is not a run folder"),
+        (runs, "taken", f"{runs}/taken is not a run folder"),
         (runs / "file", "a", f"{runs}/file/a: Not a directory; see .*MINIRL_RUNS"),
     ):
         monkeypatch.setenv("MINIRL_RUNS", str(root))

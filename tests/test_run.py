@@ -97,7 +97,9 @@ def test_the_ratio_or_importance_weights_are_to_the_weights_that_sampled(fields,
     gap.
     """
     found = [
-        setup.old_logprobs_source(train_grpo.Config(num_minibatches=number, **fields), is_exact=is_exact)
+        setup.old_logprobs_source(
+            train_grpo.Config(num_minibatches=number, **fields), logprobs_match=is_exact
+        )
         for is_exact in (True, False)
         for number in (1, 2)
     ]

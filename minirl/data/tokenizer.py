@@ -44,7 +44,7 @@ class Tokenizer:
         source = model_file(folder, "tokenizer_config.json").parent
         # Without any of these files, transformers would create an empty tokenizer.
         has_tokenizer_file = any((source / name).is_file() for name in TOKENIZER_FILES)
-        refuse(not has_tokenizer_file, f"{folder}: has no tokenizer ({', '.join(TOKENIZER_FILES)})")
+        refuse(not has_tokenizer_file, f"{folder} has no tokenizer ({', '.join(TOKENIZER_FILES)})")
         try:
             self.backend: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         except Exception as error:
@@ -54,7 +54,9 @@ class Tokenizer:
         self.stop_ids = find_stop_ids(folder, self.backend.eos_token_id)
         self.known_ids = frozenset(self.backend.get_vocab().values())
         self._anchor_ids = self.encode_text(DECODED_ANCHOR, str(folder))
-        self._anchor_texts = [self._decode(self._anchor_ids, is_skipped) for is_skipped in (False, True)]
+        self._anchor_texts = [
+            self._decode(self._anchor_ids, skips_special) for skips_special in (False, True)
+        ]
         with_special_ids = list(self.backend(DECODED_ANCHOR)["input_ids"])
         first = with_special_ids.index(self._anchor_ids[0]) if self._anchor_ids else len(with_special_ids)
         self.bos_ids = with_special_ids[:first]

@@ -148,7 +148,7 @@ class Collector:
         expiring = self.in_flight.expiring(num_groups)
         while len(ready := self._ready_prompts()) < num_wanted or not expiring <= ready:
             self._begin_prompts(
-                self.in_flight.num_to_begin(num_groups, num_wanted=num_wanted, num_ready=len(ready))
+                self.in_flight.num_prompts_to_begin(num_groups, num_wanted=num_wanted, num_ready=len(ready))
             )
             self._runner.run_round(self._round_tokens, weight_version=weight_version)
         return self._queue.groups.keys() & ready

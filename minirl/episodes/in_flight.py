@@ -74,7 +74,7 @@ class PromptsInFlight:
         )
         return set(ordinals[:num_expiring])
 
-    def num_to_begin(self, num_groups: int, *, num_wanted: int, num_ready: int) -> int:
+    def num_prompts_to_begin(self, num_groups: int, *, num_wanted: int, num_ready: int) -> int:
         """Return the number of prompts to begin now, for a step of `num_groups` that needs `num_wanted` ready prompts.
 
         Two steps' worth of prompts stay unfinished, so that long rollouts decode in a large batch. However,

@@ -300,7 +300,7 @@ def check_rewards(given_rewards: Collection[str], required_rewards: Collection[s
     flags = " ".join("episode" if name == REWARD else f"episode:{name}" for name in sorted(given_rewards))
     refuse(
         given_rewards and not required_rewards,
-        f"{origin}: gives rewards ({listed}) that the run does not use: add --reward {flags}",
+        f"{origin} gives rewards ({listed}) that the run does not use: add --reward {flags}",
     )
     for name in required_rewards:
         refuse(

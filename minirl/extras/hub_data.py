@@ -34,13 +34,13 @@ def dataset_objects(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
     except Exception as error:  # its type depends on the version of datasets
         reason = " ".join(str(error.__cause__ or error).split())
         raise InputError(
-            f"{source}: cannot be loaded; expected a file or a dataset NAME[:CONFIG[:SPLIT]]: {reason}"
+            f"{source} cannot be loaded; expected a file or a dataset NAME[:CONFIG[:SPLIT]]: {reason}"
         ) from None
     # Without SPLIT, use the only split.
     split = split or "".join(splits)
     refuse(
         split not in splits,
-        f"{source}: has the splits {', '.join(splits)}; choose one, such as {name}:{config}:{next(iter(splits))}",
+        f"{source} has the splits {', '.join(splits)}; choose one, such as {name}:{config}:{next(iter(splits))}",
     )
     for number, row in enumerate(splits[split].to_list(), 1):
         for field in PADDED_FIELDS & row.keys():

@@ -22,11 +22,11 @@ def step_file(run: str, step: int | None) -> Path:
     """Return the file with a step's rollouts, by default the last step's. Raises InputError if it is missing."""
     folder = find_run(run, "rollouts") / "rollouts"
     files = {int(path.stem): path for path in folder.glob("*.jsonl") if path.stem.isdecimal()}
-    refuse(not files, f"{folder}: has no rollouts yet")
+    refuse(not files, f"{folder} has no rollouts yet")
     number = max(files) if step is None else step
     refuse(
         number not in files,
-        f"{folder}: has no rollouts of step {number}; choose a step from {min(files)} to {max(files)}",
+        f"{folder} has no rollouts of step {number}; choose a step from {min(files)} to {max(files)}",
     )
     return files[number]
 

@@ -308,11 +308,11 @@ class Engine:
         layout = cache.decode_layout(*uploaded, tokens_per_sequence=tuple(counts.tolist()))
         hidden = self._forward(tokens, layout)
         self.stats.prefill_tokens += len(token_rows)
-        is_ready = ends == table.columns["length"][rows]
-        table.appended.extendleft(reversed(rows[~is_ready].tolist()))
-        if is_ready.any():
-            last = to_device(counts.cumsum()[is_ready] - 1, self.device)
-            self._start_requests(rows[is_ready], hidden[last])
+        is_complete = ends == table.columns["length"][rows]
+        table.appended.extendleft(reversed(rows[~is_complete].tolist()))
+        if is_complete.any():
+            last = to_device(counts.cumsum()[is_complete] - 1, self.device)
+            self._start_requests(rows[is_complete], hidden[last])
 
     def _start_requests(self, rows: IntArray, states: Tensor) -> None:
         """Start the requests in these rows [n]: sample each one's next token from its state in `states` [n, D]."""

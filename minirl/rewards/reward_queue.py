@@ -112,12 +112,14 @@ class RewardQueue:
         for call in as_completed([call for _, calls in taken for call in calls]):
             call.result()  # raises the first error without waiting for the other calls
         rollouts = [rollout for group, _ in taken for rollout in group.rollouts]
-        columns = [
+        rewards_per_function = [
             reward.finish([calls[k].result() for _, calls in taken])
             for k, reward in enumerate(self._rewards.values())
         ]
         # NumPy converts None, for a reward that does not apply, to NaN.
-        rewards = np.array(columns, dtype=np.float64).reshape(len(columns), len(rollouts))
+        rewards = np.array(rewards_per_function, dtype=np.float64).reshape(
+            len(rewards_per_function), len(rollouts)
+        )
         return RewardedRollouts(
             rollouts=rollouts,
             texts=[text for group, _ in taken for text in group.texts],

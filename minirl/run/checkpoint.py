@@ -96,7 +96,7 @@ class Checkpoints:
         saved_names = list(files[0]["models"])
         refuse(
             saved_names != list(self._models),
-            f"{checkpoint}: has the models {saved_names}, this script {list(self._models)}; use another --run-name",
+            f"{checkpoint} has the models {saved_names}, this script {list(self._models)}; use another --run-name",
         )
         for name, (model, optimizer) in self._models.items():
             old, new = adapters.get(name, {}), self._adapters.get(name, {})
@@ -105,7 +105,7 @@ class Checkpoints:
                 changed.pop("base_model_name_or_path", None)  # the same weights at another path
             refuse(
                 changed,
-                f"{checkpoint}: has other adapters of the {name}: {changed} (saved, now); use another --run-name",
+                f"{checkpoint} has other adapters of the {name}: {changed} (saved, now); use another --run-name",
             )
             model.load_state(optimizer, [file["models"][name] for file in files], origin=str(checkpoint))
         print0(f"resuming after step {progress['step']}, from {checkpoint} (world size {num_saved})")
@@ -189,7 +189,7 @@ def _load_file(path: Path) -> dict[str, Any]:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # a corrupt file may raise anything
         raise InputError(
-            f"{path}: cannot be read ({error}); delete {path.parent.parent} to resume from the previous checkpoint"
+            f"{path} cannot be read ({error}); delete {path.parent.parent} to resume from the previous checkpoint"
         ) from None
 
 

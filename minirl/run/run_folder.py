@@ -82,7 +82,7 @@ def _take_lock(folder: Path) -> IO[str]:
     """Create the folder unless it exists, and lock it for this process. Raises InputError."""
     path = folder / "lock"
     is_foreign = folder.is_dir() and not path.exists() and any(folder.iterdir())
-    refuse(is_foreign, f"{folder}: is not a run folder; choose another --run-name")
+    refuse(is_foreign, f"{folder} is not a run folder; choose another --run-name")
     try:
         folder.mkdir(PRIVATE, parents=True, exist_ok=True)
         lock = path.open("a")

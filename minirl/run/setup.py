@@ -125,10 +125,10 @@ class Setup:
         launch.this_process.memory_advice = self._budget.advice
         self.sizes = self._budget.sizes
         num_parts = world_size() if self.sizes.shard_weights else 1
-        is_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, num_parts)
+        batch_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, num_parts)
         # Either all ranks score old logprobs, or none does.
-        self._is_exact = all(gather_objects(is_invariant))
-        self.old_logprobs = old_logprobs_source(self.config, is_exact=self._is_exact)
+        self._logprobs_match = all(gather_objects(batch_invariant))
+        self.old_logprobs = old_logprobs_source(self.config, logprobs_match=self._logprobs_match)
 
     def _load_rewards(self, trained: Mapping[str, RewardLike], logged: Mapping[str, RewardLike]) -> None:
         """Load the reward models, whose batch size follows from the sizes; pair all rewards with their weights."""
@@ -223,7 +223,7 @@ class Setup:
             config = read_config(source, scalar_head=False)
             refuse(
                 config.vocab_size > self.model_config.vocab_size,
-                f"{source}: has {config.vocab_size} tokens, the policy only {self.model_config.vocab_size}; use "
+                f"{source} has {config.vocab_size} tokens, the policy only {self.model_config.vocab_size}; use "
                 "--shard-weights off, which truncates the vocabulary",
             )
             model = self.load_model(config, source, is_frozen=lambda name: True)
@@ -317,12 +317,12 @@ class Setup:
 
     def print_start(self) -> None:
         """On rank 0, print the folder, the model, the task, the sizes and notes about the inputs."""
-        is_gap_free = self._is_exact and not self.config.max_staleness
+        is_gap_free = self._logprobs_match and not self.config.max_staleness
         effect = " (all weights are 1)" if is_gap_free else ""
         print0(
             f"run {self.folder.path}; the same command with --run-name {self.folder.path.name} resumes it\n"
             f"model {self.model_folder}, {world_size()} x {self.device.type} {self.dtype}, "
-            f"sampled == training logprobs bitwise: {self._is_exact}, "
+            f"sampled == training logprobs bitwise: {self._logprobs_match}, "
             f"correction: {self.config.importance_correction}{effect}\n"
             f"task {self.task.name}: {self.prompts.num_prompts} prompts, {self.held_out.num_prompts} held out"
         )
@@ -357,10 +357,10 @@ class Setup:
         return resolve_folder(broadcast_object(self.config.model))
 
 
-def old_logprobs_source(config: RunConfig, *, is_exact: bool) -> str:
+def old_logprobs_source(config: RunConfig, *, logprobs_match: bool) -> str:
     """Return the source of old logprobs: "sampled", "scored", or "auto" if the step does not need them.
 
-    is_exact: whether sampled logprobs equal training logprobs bitwise.
+    logprobs_match: whether sampled logprobs equal training logprobs bitwise.
 
     With one update per step the old policy is the current one, so the ratio is 1 and no old logprobs are needed. KL
     terms in the advantages are computed before the update, so with them "auto" also requires exact sampled logprobs.
@@ -369,7 +369,7 @@ def old_logprobs_source(config: RunConfig, *, is_exact: bool) -> str:
     """
     if config.max_staleness and config.correction == "none":
         return "sampled"
-    is_exact &= not config.max_staleness
-    if config.updates_per_step == 1 and (is_exact or not config.needs_policy_logprobs):
+    logprobs_match &= not config.max_staleness
+    if config.updates_per_step == 1 and (logprobs_match or not config.needs_policy_logprobs):
         return "auto"
-    return "sampled" if is_exact else "scored"
+    return "sampled" if logprobs_match else "scored"

@@ -1,4 +1,4 @@
-"""Models that are not trained: they are offloaded to host memory, and run over batches without gradient."""
+"""Models that are not trained: they are offloaded to host memory, and run over batches without gradients."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -11,7 +11,7 @@ from minirl.model.transformer import Transformer
 from minirl.training.batch import Batch, Microbatch
 from minirl.training.sharded_model import ShardedModel
 
-# Computes streams [T, ...] of a batch without gradient.
+# Computes streams [T, ...] of a batch without gradients.
 OutputFunction = Callable[[Transformer, Batch], Sequence[Tensor]]
 
 

@@ -96,7 +96,7 @@ def importance_weights(
     low: float = 0.0,
     high: float = 2.0,
 ) -> Tensor:
-    """Return importance weights [T], without gradient, for tokens sampled by a policy other than the old one.
+    """Return importance weights [T], without gradients, for tokens sampled by a policy other than the old one.
 
     rho = exp(old_logprobs - sample_logprobs), per token for "token_..." and per completion for "sequence_..."
     (`lengths` as in `importance_ratio`). "..._truncate" clamps rho to [low, high]; "..._mask" sets it to 0 outside

@@ -3,7 +3,7 @@
 Element t of every stream belongs to token t. Its logprob, and the value of the state that it was sampled in, come from
 the hidden state of token t - 1. This shift happens only in `_previous_tokens`.
 
-Only sampled tokens go through the LM head. Logits [T, V] are never materialized, with or without gradient: only one
+Only sampled tokens go through the LM head. Logits [T, V] are never materialized, with or without gradients: only one
 token chunk by one vocabulary chunk exists at a time.
 """
 
@@ -245,8 +245,8 @@ def _score_token_chunk(
         chunk_start += len(head_chunk)
     target_logprobs = log_softmax(target_logits, totals)[:, 0]
     # The entropy of choosing a chunk, plus the mean entropy of choosing a token within one.
-    log_chunk_probs = torch.log_softmax(totals, -1)
-    terms = log_chunk_probs.exp() * (entropies - log_chunk_probs)
+    chunk_logprobs = torch.log_softmax(totals, -1)
+    terms = chunk_logprobs.exp() * (entropies - chunk_logprobs)
     return target_logprobs, terms.nan_to_num(0.0).sum(-1), totals
 
 

@@ -42,7 +42,7 @@ class ShardedModel:
     these. With `shard_weights`, the decoder's linear layers have only this rank's rows.
     decoder: an inference model with the same weights, without FSDP's hooks, which would slow a decode step down by 5 %.
     With `shard_weights` it only generates, and a model that never decodes has none.
-    scorer: the model that scores batches without gradient: the decoder, or with `shard_weights` the module, which all
+    scorer: the model that scores batches without gradients: the decoder, or with `shard_weights` the module, which all
     ranks must call equally often (collective).
 
     The constructor, `step`, `refresh`, `load_state` and `backward` are collective; without `shard_gradients`, only the
@@ -275,7 +275,7 @@ class ShardedModel:
         # "exp_avg.model.norm.weight" is the "exp_avg" of "model.norm.weight".
         split_keys = {key: key.split(".", 1) for key in saved[0]}
         unmatched = {name for _, name in split_keys.values()} ^ self.masters.keys()
-        refuse(unmatched, f"{origin}: belongs to another model: {sorted(unmatched)[:5]} (first five)")
+        refuse(unmatched, f"{origin} belongs to another model: {sorted(unmatched)[:5]} (first five)")
         for key, (state_name, name) in split_keys.items():
             master = self.masters[name]
             state = {"masters": master} if state_name == "masters" else optimizer.state[master]
@@ -313,8 +313,8 @@ class ShardedModel:
                     weight[: len(shard)].copy_(shard, non_blocking=True)
                 else:
                     gathered.append((weight, shard))
-        for first in range(0, len(gathered), GATHER_BATCH):
-            self._gather_weights(gathered[first : first + GATHER_BATCH])
+        for start in range(0, len(gathered), GATHER_BATCH):
+            self._gather_weights(gathered[start : start + GATHER_BATCH])
 
     def _gather_weights(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Fill full weights from all ranks' shards (collective). pairs: (full weight, this rank's shard)."""
