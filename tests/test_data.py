@@ -348,7 +348,7 @@ def test_a_json_array_is_read_over_several_lines(write):
     path = write(b'\xef\xbb\xbf[{"prompt": "a"},', b' {"prompt":', b'  "b"}]')
     expected = [Row(text, {}, f"{path} row {number}") for number, text in enumerate("ab", 1)]
     assert load_jsonl_task(path, ()).train_rows == expected
-    with pytest.raises(InputError, match=r"rows\.jsonl cannot be read as JSON: .* line 2 column 2"):
+    with pytest.raises(InputError, match=r"rows\.jsonl: cannot be read as JSON: .* line 2 column 2"):
         load_jsonl_task(write(b"[{},", b"{]"), ())
     with pytest.raises(InputError, match=r"rows\.jsonl row 1: expected an object"):
         load_jsonl_task(write(b"[3]"), ())

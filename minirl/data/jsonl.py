@@ -93,4 +93,4 @@ def _parse_json(text: bytes, origin: str) -> Any:
     except (ValueError, RecursionError) as error:
         # Covers other encodings, numbers with thousands of digits and lists nested thousands deep. Drop "line 1", which
         # is relative to the line, not to the file.
-        raise InputError(f"{origin} cannot be read as JSON: {str(error).replace('line 1 ', '')}") from None
+        raise InputError(f"{origin}: cannot be read as JSON: {str(error).replace('line 1 ', '')}") from None

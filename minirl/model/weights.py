@@ -225,7 +225,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     )
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise InputError(f"{index} has no weight_map; fetch or save it again")
+        raise InputError(f"{index}: no weight_map; fetch or save it again")
     files = {}
     for name, file_name in weight_map.items():
         files[name] = folder / str(file_name)
