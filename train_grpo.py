@@ -73,7 +73,7 @@ class Config(RunConfig):
 
     @property
     def has_reference(self) -> bool:
-        """Whether a KL penalty needs the initial model."""
+        """Whether a KL penalty needs the initial model as reference."""
         return bool(self.kl_coef or self.kl_reward_coef)
 
     @property

@@ -80,7 +80,7 @@ class Config(RunConfig):
 
     @property
     def has_reference(self) -> bool:
-        """Whether the KL penalty needs the initial model."""
+        """Whether the KL penalty needs the initial model as reference."""
         return bool(self.kl_reward_coef)
 
     @property
@@ -248,7 +248,7 @@ def main(config: Config) -> int:
 
 
 def add_scoring(metrics: StepMetrics, groups: Groups, batch: Batch, kl: Tensor, returns: Tensor) -> None:
-    """Add metrics for the value model and, with a reference, the KL [T] (collective). returns: [M]."""
+    """Add metrics for the value model and, if there is a reference, for the KL [T] (collective). returns: [M]."""
     old_values = batch.values[batch.loss_mask].double()
     has_score = batch.spread_rollouts(~groups.weighted_rewards.isnan())[batch.loss_mask]
     explained = explained_variance(old_values[has_score], returns[has_score])
@@ -260,7 +260,7 @@ def add_scoring(metrics: StepMetrics, groups: Groups, batch: Batch, kl: Tensor, 
 
 
 def value_model_source(config: Config, setup: Setup) -> tuple[ModelConfig, Path]:
-    """Return the value model's config and folder. Raises InputError if it does not support the policy's tokens."""
+    """Return the value model's config and folder. Raises InputError if the model lacks policy tokens."""
     folder = (
         setup.checkpoint_folder("value") or model_folder_of_field(config, "value_model") or setup.model_folder
     )

@@ -1,6 +1,6 @@
 """Errors that end a run deliberately, each with its own exit code.
 
-Their messages are for the user and are printed without a traceback. Any other exception is a bug and exits with a
+The messages are written for the user and printed without a traceback. Any other exception is a bug and exits with a
 traceback and code 1. On a stop signal, a run saves a checkpoint and exits with code 143 (SIGTERM), 130 (Ctrl-C) or 129
 (SIGHUP, a closed terminal).
 """

@@ -38,7 +38,7 @@ Stream = NDArray[np.void]  # dtype TOKEN
 def make_token_stream(ids: Sequence[int]) -> Stream:
     """Return a stream TOKEN [n] of unsampled ids: a prompt, or tokens appended between two turns."""
     stream = np.zeros(len(ids), TOKEN)
-    stream["id"] = array("q", ids)  # ten times as fast as numpy for a long tuple
+    stream["id"] = array("q", ids)  # converts a long tuple ten times as fast as numpy
     return stream
 
 
@@ -111,9 +111,9 @@ class Request:
 class TurnRecord:
     """One turn: `num_tokens` sampled tokens that begin `start` tokens after the branch's prompt.
 
-    finish_reason: "stop" or "length"; "" until the turn ends. branch: its branch's number. parse_error: why its message
-    could not be parsed completely; None if it could, or if parsing was not requested. extra: data that the rollout
-    function records for a fork of the script, which reads it from `rollout.episode.turns`.
+    finish_reason: "stop" or "length"; "" until the turn ends. branch: the number of the turn's branch. parse_error: why
+    the turn's message could not be parsed completely; None if parsing succeeded or was not requested. extra: data that
+    the rollout function records for a fork of the script, which reads it from `rollout.episode.turns`.
     inserted: the messages appended before the turn.
     """
 
@@ -142,10 +142,10 @@ class EpisodeRecord:
     """The record of a finished episode, without its tokens. Empty if the rollout had no episode.
 
     turns: the turns, branch by branch. rewards: named rewards, each the sum of the values added with
-    `Episode.reward` and the returned one; None for a reward that does not apply. environment: `Episode.environment`,
-    for reward functions that take it.
-    prompt: the last branch's prompt as text, messages or token ids. tools: JSON schemas of the tools that it shows;
-    None for the run's tools. row: the episode's `data.task.Row`.
+    `Episode.reward` and the value that the rollout function returned; None for a reward that does not apply.
+    environment: `Episode.environment`, for reward functions that take it.
+    prompt: the last branch's prompt as text, messages or token ids. tools: JSON schemas of the tools that the
+    prompt includes; None if it includes the run's tools. row: the episode's `data.task.Row`.
     """
 
     turns: Sequence[TurnRecord] = field(default_factory=list)
@@ -161,8 +161,8 @@ class SampledSequence:
     """A prompt with its completion, L tokens in all: the engine's result for a request, and a training sample.
 
     stream: TOKEN [L]. Tokens that were appended between turns are not in the loss mask.
-    finish_reason: see `Rollout`; from the engine, "stop" or "length".
-    temperature: the temperature at which its tokens were sampled.
+    finish_reason: see `Rollout`; the engine returns only "stop" or "length".
+    temperature: the temperature at which the tokens were sampled.
     """
 
     stream: Stream
@@ -207,7 +207,8 @@ class Rollout:
     """The samples of one finished `Episode` for one prompt.
 
     branches: the branches in order; usually only one. An episode that rewrites its conversation, or begins a second
-    one, has several. Each is a separate training sample. They share the rollout's rewards and its weight in the loss.
+    one, has several branches. Each branch is a separate training sample. All branches share the rollout's rewards and
+    its weight in the loss.
     finish_reason: "stop" (at a stop token or stop string) or "length"; also "turn_length" (the last turn reached its
     own `max_tokens`), one of `TRUNCATED_REASONS`, or one of `episodes.episode.END_REASONS` from the rollout function.
     """
@@ -233,7 +234,7 @@ class Rollout:
 
     @property
     def completion(self) -> list[int]:
-        """The token ids after the prompt, including the stop token. Several branches are concatenated."""
+        """The token ids after the prompt, including the stop token. The branches' ids are concatenated."""
         return [token for branch in self.branches for token in branch.completion]
 
 

@@ -1,8 +1,8 @@
 """The key/value cache's blocks, and each sequence's block table, all on the host.
 
 A sequence is identified by its row in the tables. A fork shares its parent's full blocks through reference counts, and
-gets a new block for the last, partial one. The most recently freed block is reused first, which keeps the used blocks
-dense.
+gets a new block in place of the last, partial one. The most recently freed block is reused first, which keeps the used
+blocks dense.
 """
 
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ class BlockPool:
         return self.tables[rows, positions // self.block_size].astype(np.int64)
 
     def num_free_after(self, num_tokens: int) -> int:
-        """Return the number of free blocks left after adding a sequence; negative if it does not fit."""
+        """Return the number of free blocks left after adding a sequence; negative if the sequence does not fit."""
         return len(self.free) - ceil_div(num_tokens, self.block_size)
 
     def num_new_blocks(self, length: Number, num_tokens: Number) -> Number:
@@ -84,7 +84,7 @@ class BlockPool:
     def add(self, num_tokens: int, first_blocks: Sequence[int] = ()) -> int:
         """Add a sequence of `num_tokens` tokens; return its row, the lowest unused one. Enough blocks must be free.
 
-        first_blocks: leading blocks that it shares with another sequence.
+        first_blocks: leading blocks that the new sequence shares with another one.
         """
         row = int(np.append(self.lengths, 0).argmin())
         self.lengths = grow_array(self.lengths, row + 1)
@@ -101,7 +101,7 @@ class BlockPool:
         """Add a second sequence with the same tokens; return its row.
 
         Full blocks are never written again, so both sequences read the same ones. Each sequence writes its next tokens
-        into its partial block, so the fork needs a free block for a copy of its parent's.
+        into its partial block, so the fork needs a free block for its copy of the parent's.
         """
         length = int(self.lengths[parent])
         return self.add(length, self.sequence_blocks(parent)[: length // self.block_size])

@@ -11,7 +11,7 @@ ends, no request is left and the cache is empty, so new weights never read old k
 the cache memory, unless `keeps_cache` keeps it for the CUDA graphs.
 
 With asynchronous decoding, the engine launches a step before the host has read the previous step's tokens, which stay
-on the device as input. So the device never waits for the host. The engine knows in advance which requests reach their
+on the device as input, so the device never waits for the host. The engine knows in advance which requests reach their
 token limit. A request that ends with a stop token or stop string is decoded one token too far; that token is discarded.
 """
 
@@ -65,7 +65,7 @@ class Engine:
 
         max_prefill_tokens: limit per forward pass; a longer prompt is prefilled alone.
         headroom_tokens: minimum number of tokens that every running request can decode after an admission before one is
-        preempted. More headroom means fewer concurrent requests; with 112, under 2 % of requests are.
+        preempted. More headroom means fewer concurrent requests; with 112, under 2 % are preempted.
         async_decoding: whether to read tokens one step late (default: only on CUDA).
         cuda_graphs: whether to pad decode steps and replay them as CUDA graphs (default: only on CUDA).
         keeps_cache: whether to keep the cache memory and the graphs between generation phases.
@@ -104,8 +104,8 @@ class Engine:
     def submit(self, requests: Sequence[Request], *, weight_version: int = 0) -> None:
         """Queue requests, and resume those that are parked between turns. Not collective.
 
-        Neighbors with the same prompt share one prefill. For a parked request, only the new tokens are computed, unless
-        the cached ones were evicted. Requests that already have tokens go first.
+        Consecutive requests with the same prompt share one prefill. For a parked request, only the new tokens are
+        computed, unless its cached tokens were evicted. Requests that already have tokens go first.
         weight_version: version to record with each token sampled from now on.
         Raises InputError for a request that exceeds the model's positions or the whole cache. In that case nothing is
         queued, and parked requests stay parked.
@@ -180,8 +180,8 @@ class Engine:
                 self._prefill(admitted)
         with spent_on("decode"):
             finished: list[SampledSequence] = []
-            # An asynchronous step can be launched while tokens are unread, unless a request may be preempted:
-            # to recompute it, all its tokens must be on the host.
+            # An asynchronous step can be launched while tokens are unread, unless a request may have to be
+            # preempted, because recomputing it requires all its tokens on the host.
             rows = table.rows_below_limit()
             if not (self.async_decoding and self._cache.blocks.can_extend(rows)):
                 finished += table.drain_readbacks()
@@ -253,7 +253,7 @@ class Engine:
         return self._last_pass.all_are_done
 
     def _end_generation_phase(self) -> None:
-        """Free the finished requests' memory, and the cache's unless the engine keeps it."""
+        """Free the finished requests' memory, and the cache memory unless `keeps_cache` is set."""
         # The device may still be running a step that uses the cache.
         self._table.drain_readbacks()
         self._table.free_memory()
@@ -286,8 +286,8 @@ class Engine:
         """Prefill the appended tokens of resumed requests, each up to the end of one cache block.
 
         Each token is decoded as the newest token of a separate sequence, all with the request's block table. One step
-        computes up to `max_prefill_tokens` of them, and later steps the rest. When all tokens of a request are
-        computed, it samples the next one and runs.
+        computes up to `max_prefill_tokens` of them, and later steps compute the rest. Once all of a request's tokens
+        are computed, its next token is sampled and the request runs.
 
         Example: 70 of a request's 110 tokens are cached, and blocks have 32. Tokens 70 to 95, the rest of its third
         block, are decoded as 26 sequences of 71 to 96 tokens. The next step decodes tokens 96 to 109 as 14 sequences,

@@ -4,9 +4,9 @@ A block stores keys and values of consecutive tokens for every attention layer. 
 keys; a mask or the kernel hides those outside the window. `block_pool` tracks each sequence's blocks. Layers without
 attention may cache one state per sequence, at its row.
 
-A decode step begins with `begin_step`. Its arrays are copied to the device, where `decode_layout` builds the layout.
-Most steps change no table, so a step costs the host only a few operations on whole columns, regardless of how many
-sequences there are and how long they are.
+A decode step begins with `begin_step`. The arrays that it returns are copied to the device, where `decode_layout`
+builds the layout. Most steps change no table, so a step costs the host only a few operations on whole columns,
+regardless of the number and length of the sequences.
 """
 
 import functools
@@ -88,7 +88,10 @@ class KVCache:
         vars(self).pop("pool", None)
 
     def fork(self, parent: int, num_forks: int) -> list[int]:
-        """Fork a sequence `num_forks` times; return the new rows. Blocks for copies of a partial block must be free."""
+        """Fork a sequence `num_forks` times; return the new rows.
+
+        If its last block is partial, each fork needs a free block for a copy of it.
+        """
         forks = [self.blocks.fork(parent) for _ in range(num_forks)]
         last_block, *forked_blocks = (self.blocks.sequence_blocks(row)[-1] for row in (parent, *forks))
         if forked_blocks and forked_blocks[0] != last_block:
@@ -132,9 +135,9 @@ class KVCache:
         """Build the layout for a decode step of B tokens, after `begin_step`.
 
         All arguments are on the device. positions int64 [B]: token positions. blocks int64 [B]: the block that stores
-        each token. rows int64 [B]: the row of its sequence. tables int32 [B, n]: the sequence's block table, with
-        garbage beyond the token's block.
-        tokens_per_sequence: number of tokens per sequence, if sequences have several.
+        each token. rows int64 [B]: the row of each token's sequence. tables int32 [B, n]: the block table of each
+        token's sequence, with garbage beyond the token's block.
+        tokens_per_sequence: number of tokens in each sequence; None if each has one token.
         """
         slot_mapping = SlotMapping(self.pool, rows, blocks, positions % self.block_size)
         metadata: PagedMetadata | PortableMetadata

@@ -61,7 +61,7 @@ class RequestColumns:
         length = num_prompt_tokens + len(request.sampled)
         max_length = num_prompt_tokens + request.max_new_tokens
         self._columns = grow_array(self._columns, row + 1)
-        # Pages that are never written take no memory.
+        # The unused part takes no memory: the operating system allocates only pages that are written.
         self._tokens = grow_array(self._tokens, row + 1, max_length)
         self._tokens[row, num_prompt_tokens:length] = request.sampled
         self.requests[row] = request
@@ -71,7 +71,7 @@ class RequestColumns:
         self._has_stop_tests |= request.stop_test is not None
 
     def append_tokens(self, rows: IntArray, tokens: Stream) -> dict[int, str]:
-        """Append one token, TOKEN [n], to each request; return the finish reasons of those that end, keyed by row."""
+        """Append one token, TOKEN [n], to each request; return the finish reasons of ended requests, keyed by row."""
         lengths = self["length"][rows]
         self._tokens[rows, lengths] = tokens
         self["length"][rows] = lengths + 1

@@ -13,16 +13,18 @@ A row is a sequence's entry in the cache: its table of the blocks that store its
 queued    Waits in a group of requests that share their prompt, the group's prefix. The prefix is prefilled once, into a
           row. Each request is admitted with a fork of that row (full blocks are shared, a partial one is copied); the
           group's last request takes the row itself. A request that already has tokens forms its own group.
-running   Its row stores all its tokens but the newest. Each step samples one more token. The turn ends at its token
+running   Its row stores all its tokens except the newest. Each step samples one more token. The turn ends at its token
           limit, or when the host sees a stop token or a completed stop string. With asynchronous decoding, one more
-          token is in flight by then; it is discarded.
+          token is in flight by then, and is discarded.
 parked    Keeps its row for the next turn, but occupies no slot in the batch.
-appended  The next turn was submitted with new tokens. Those missing from its row are computed, one block at a time.
+appended  The next turn was submitted with new tokens. The tokens missing from its row are computed, one block at a
+          time.
 
-When blocks run out, the prefilled prefix of a waiting group is evicted first, then parked requests, the most recent
-first. An evicted prefix is prefilled again; so are an evicted request's tokens, which are queued with its next turn.
-If nothing can be evicted, the youngest running request is preempted, or the appended one that needs the block. It gives
-up its row, and returns to the front of the queue with its tokens, none of which is sampled again.
+When blocks run out, the prefilled prefix of a waiting group is evicted first, then parked requests, the most recently
+parked first. An evicted prefix is prefilled again; so are an evicted request's tokens, which are queued with its next
+turn. If nothing can be evicted, the youngest running request is preempted, or the appended one that needs the block.
+The preempted request gives up its row, and returns to the front of the queue with its tokens, none of which is sampled
+again.
 """
 
 from collections import deque
@@ -168,7 +170,7 @@ class RequestTable:
         while num_active == self.num_slots == 0:
             self._evict()
         num_prefill_tokens = 0
-        # Free blocks that admitted requests may soon need, for tokens and for the copies of forks.
+        # Free blocks that admitted requests may soon need, for new tokens and for forks' copies of partial blocks.
         num_reserved = self._num_headroom_blocks() if num_active or self.parked else 0
         while self.queue and num_active < self.num_slots:
             group = self.queue[0]
@@ -237,9 +239,10 @@ class RequestTable:
     def extend(self, rows: IntArray) -> IntArray:
         """Add cache space for one more token to each of these requests; return the rows that still run.
 
-        If blocks run out, and nothing can be evicted, the youngest request is preempted, which usually has the least to
-        recompute. The oldest is preempted last and so always advances: the engine makes progress, since `submit`
-        rejected any request that alone exceeds the cache. Preemption requires that all tokens have been read.
+        If blocks run out and nothing can be evicted, the youngest request is preempted, because it usually has the
+        least to recompute. The oldest request is preempted last and always fits, since `submit` rejected any request
+        that alone exceeds the cache, so the engine always makes progress. Preemption requires that all tokens have been
+        read.
         """
         while not self._blocks.can_extend(rows):
             if not self._evict():
@@ -252,8 +255,8 @@ class RequestTable:
     def next_appended_chunks(self) -> dict[int, IntArray]:
         """Take requests off `appended`, and reserve space for each one's next chunk [n]; return chunks keyed by row.
 
-        A chunk never crosses a block boundary, and all chunks together have at most `max_prefill_tokens`. A request is
-        preempted if no block is free for its chunk.
+        A chunk never crosses a block boundary, and all chunks together have at most `max_prefill_tokens` tokens. A
+        request is preempted if no block is free for its chunk.
         """
         chunks: dict[int, IntArray] = {}
         max_tokens = self.max_prefill_tokens
@@ -279,7 +282,7 @@ class RequestTable:
         self._readbacks.append(Readback(rows, sampled, self.weight_version))
 
     def drain_readbacks(self, *, num_unread: int = 0) -> list[SampledSequence]:
-        """Drain all readbacks but the newest `num_unread`; return the sequences that they finish.
+        """Drain all readbacks except the newest `num_unread`; return the sequences that they finish.
 
         With asynchronous decoding, a request may already have ended with its previous token; the new one is then
         discarded.
@@ -321,7 +324,7 @@ class RequestTable:
         """Free the blocks of a queued prefix, or of the most recently parked request; return whether any were freed.
 
         The rest of the group, or the request's next turn, has to be prefilled again. If all replies take equally long,
-        the requests that were parked first continue first.
+        requests continue in the order in which they were parked, so the most recent one waits the longest.
         """
         for group in self.queue:
             if group.row is not None:
@@ -345,8 +348,8 @@ class RequestTable:
     def _free_request(self, row: int) -> None:
         """Drop a request that is not running, and free its row and blocks.
 
-        With asynchronous decoding, the step in flight may still write its keys. The blocks can be reused anyway:
-        the next write to them is launched later and runs later.
+        With asynchronous decoding, the step in flight may still write its keys and values. The blocks can be reused
+        anyway: the next write to them is launched later and runs later.
         """
         del self.columns.requests[row]
         self._blocks.remove(row)
@@ -356,7 +359,7 @@ class Readback:
     """One sampled token for each of B running requests, on its way to the host."""
 
     def __init__(self, rows: IntArray, sampled: Tensor, weight_version: int):
-        """Start the copy without blocking."""
+        """Start copying the tokens to the host, without blocking."""
         self._rows = rows
         self._is_live = np.ones(len(rows), np.bool_)
         self._weight_version = weight_version

@@ -4,8 +4,8 @@ A request's key is 64 bits derived from (seed, purpose, prompt ordinal, sample, 
 selects a token is a hash of the key and the token's position, so a request draws the same numbers in any batch, on
 any rank, in any order. The token is found by inverting the cumulative distribution in fp64: in fp32, rounding in the
 cumulative sum would make most tokens of a large vocabulary unreachable. Logprobs are natural logarithms at the
-sampling temperature. Training scores tokens with the same vocabulary chunks and the same `log_softmax`, so both
-results are bitwise equal.
+sampling temperature. Training scores tokens with the same vocabulary chunks and the same `log_softmax`, so its
+logprobs are bitwise equal to those of sampling.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ def _shift_right(x: Number, bits: int) -> Number:
 def request_key(seed: int, *, purpose: str, prompt_ordinal: int, sample: int, branch: int = 0) -> int:
     """Return a request's key, a signed 64-bit number. `prompt_ordinal` counts prompts over the whole run.
 
-    The keys of a rollout's later branches are mixed once more than its first branch's key.
+    The key of each later branch of a rollout is mixed once more than that of the first branch.
     """
     # Mix each part into the result of the previous parts. If the parts were mixed alone and then added or xored,
     # different requests could collide.
@@ -150,7 +150,7 @@ def sample(
         logits = chunk_logits(hidden, head, divisor)
     if truncation:
         truncate(logits, temperature, *truncation)
-        # The logits are already divided by it; 0 still picks the most likely token.
+        # The logits are already divided by the temperature; a temperature of 0 still picks the most likely token.
         temperature = (temperature > 0).float()
     chunk_totals = None
     if is_on_cpu and logits.shape[1] > vocab_chunk:

@@ -11,15 +11,16 @@ from torch import Tensor
 from minirl.ranks.process_group import all_reduce_sum
 
 EPS = 1e-6  # added to standard deviations of rewards
-# Differences up to this fraction of a group's largest reward, or of EPS, are rounding errors: 0.1 + 0.2 equals 0.3.
+# Differences up to this fraction of a group's largest reward, or of EPS, count as rounding errors, so that 0.1 + 0.2
+# equals 0.3.
 RELATIVE_ERROR = 1e-9
 
 
 def weighted_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sums [...] of rewards [..., K], with weights [K].
 
-    A NaN reward does not apply to the completion, so it is left out of the sum. The sum is NaN where no reward applies.
-    Rewards with weight 0 are only logged.
+    NaN marks a reward that does not apply to the completion; it is left out of the sum. The sum is NaN if no reward
+    applies. Rewards with weight 0 are only logged.
     """
     scores = rewards.nan_to_num(0.0) @ weights
     has_score = (~rewards.isnan() & (weights != 0)).any(-1)
@@ -27,9 +28,10 @@ def weighted_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
 
 
 def have_zero_variance(rewards: Tensor) -> Tensor:
-    """Return a mask [P] of the groups in rewards [P, G] whose rewards are all equal. They give no learning signal.
+    """Return a mask [P] of the zero-variance groups in rewards [P, G].
 
-    Rewards that differ only by a rounding error count as equal. NaN rewards are ignored.
+    All rewards of such a group are equal, so the group gives no learning signal. Rewards that differ only by a
+    rounding error count as equal. NaN rewards are ignored.
     """
     lowest = rewards.nan_to_num(torch.inf).amin(1)
     highest = rewards.nan_to_num(-torch.inf).amax(1)
@@ -38,7 +40,7 @@ def have_zero_variance(rewards: Tensor) -> Tensor:
 
 
 def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps: float = EPS) -> Tensor:
-    """Return the advantages [P, G] for rewards [P, G]: subtract a baseline, then divide by a norm.
+    """Return the advantages [P, G]: rewards [P, G] minus a baseline, divided by a normalizer (e.g. standard deviation).
 
     baseline:
         "mean": the group's mean (GRPO, arXiv:2402.03300; with norm "none" Dr.GRPO, arXiv:2503.20783).
@@ -51,7 +53,8 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
         "none", "whiten": 1. `whiten` later normalizes the tokens' advantages.
 
     Standard deviations have ddof 1. With baseline "mean" or "leave_one_out", a zero-variance group gets exactly 0. A
-    NaN reward is left out of all statistics and gets 0; so does a reward with too few others for these statistics.
+    NaN reward is left out of all statistics and gets 0; so does a reward for which too few others exist to compute
+    these statistics.
     """
     if isinstance(baseline, Tensor):
         centered = rewards - baseline[:, None]
@@ -172,7 +175,7 @@ def whiten(values: Tensor) -> Tensor:
 def explained_variance(values: Tensor, returns: Tensor) -> float:
     """Return the fraction of the returns' variance that the values [M_r] explain, across ranks (collective).
 
-    It is at most 1, and 0 if the returns vary only by rounding errors.
+    The fraction is at most 1, and is 0 if the returns vary only by rounding errors.
     """
     _, unexplained = mean_and_variance(returns - values)
     mean, total = mean_and_variance(returns)

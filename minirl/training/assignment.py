@@ -40,13 +40,13 @@ def plan_microbatches(
     may be empty. Without sequences there are no microbatches.
 
     A piece is a set of sequences with one prompt, at first all of them. Pieces are placed one by one, largest first. A
-    piece goes to the rank whose load is smallest with it added, into a microbatch that already has its prompt, or else
-    the first one with room. If that rank would exceed an equal share of all tokens, or the piece fits no microbatch,
-    the piece is split in half instead, down to single sequences. So most prompts are computed on one rank only, and
-    loads are as balanced as if single sequences were placed.
+    piece goes to the rank whose load would be smallest with the piece added, into a microbatch with room for it,
+    preferably one that already contains its prompt. If that rank would exceed an equal share of all tokens, or the
+    piece fits no microbatch, the piece is split in half instead, down to single sequences. So most prompts are computed
+    on one rank only, and loads are as balanced as if single sequences were placed.
 
-    Example: 3 sequences with 60, 40 and 90 tokens, 2 ranks, at most 95 tokens. Rank 0 computes the third, then nothing;
-    rank 1 computes the first, then the second.
+    Example: 3 sequences with 60, 40 and 90 tokens, 2 ranks, at most 95 tokens. Rank 0 computes the third sequence,
+    then an empty microbatch; rank 1 computes the first sequence, then the second.
 
     Raises InputError if a sequence is longer than `max_tokens`.
     """
@@ -108,7 +108,7 @@ class _Load:
     num_tokens: int = 0
 
     def load_with(self, piece: _Piece) -> int:
-        """Return the number of tokens with this piece added. Its prompt is free if it is already present."""
+        """Return the number of tokens with this piece added. Its prompt adds no tokens if it is already present."""
         num_shared = piece.num_prompt_tokens if piece.prompt_id in self.prompts else 0
         return self.num_tokens - piece.negated_size - num_shared
 

@@ -2,8 +2,8 @@
 
 Each branch of a `Rollout` is a `SampledSequence`, a prompt with a completion on the host; most rollouts have one. A
 `Batch` concatenates N of these sequences, T tokens in all, on the device: a stream is a tensor [T] with one element per
-token. Every rank knows every `RolloutInfo` of a step, and thus every `SequenceInfo`. It plans updates and builds
-batches from these. Only `gather_infos`, `gather_to_rollouts` and `exchange` are collective.
+token. Every rank knows every `RolloutInfo` of a step, and thus every `SequenceInfo`. From these, each rank
+plans updates and builds batches. Only `gather_infos`, `gather_to_rollouts` and `exchange` are collective.
 """
 
 import dataclasses
@@ -28,8 +28,9 @@ from minirl.training.losses import repeat_over_tokens, sequence_sums
 class SequenceInfo(NamedTuple):
     """Metadata for a sequence: a branch of a rollout, usually its only one. Infos sort by id.
 
-    num_tokens: its length, including the prompt. is_truncated: whether a limit truncated this branch. owner_rank: the
-    rank that has the rollout. rollout_index: the rollout's index in the step, p * G + g in groups [P, G].
+    num_tokens: the sequence's length, including the prompt. is_truncated: whether a limit truncated this branch.
+    owner_rank: the rank that has the rollout in memory. rollout_index: the rollout's index in the step, p * G + g in
+    groups [P, G].
     """
 
     id: RolloutId

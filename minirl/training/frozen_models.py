@@ -1,4 +1,4 @@
-"""Models that are not trained: they are offloaded to host memory, and run over batches without gradients."""
+"""Models that are not trained. They are offloaded to host memory, and run on batches without gradients."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -11,7 +11,7 @@ from minirl.model.transformer import Transformer
 from minirl.training.batch import Batch, Microbatch
 from minirl.training.sharded_model import ShardedModel
 
-# Computes streams [T, ...] of a batch without gradients.
+# Computes per-token outputs [T, ...] for a batch, without gradients.
 OutputFunction = Callable[[Transformer, Batch], Sequence[Tensor]]
 
 
@@ -27,7 +27,7 @@ def on_device(model: Transformer, device: torch.device) -> Iterator[None]:
     try:
         for parameter in model.parameters():
             if device.type == "cuda":
-                parameter.data = parameter.data.pin_memory()  # no copy if it is pinned already
+                parameter.data = parameter.data.pin_memory()  # makes no copy if the tensor is already pinned
             host.append(parameter.data)
             parameter.data = parameter.data.to(device, non_blocking=True)
         yield
@@ -38,10 +38,10 @@ def on_device(model: Transformer, device: torch.device) -> Iterator[None]:
 
 
 class FrozenModel:
-    """A model that stays fixed while it scores a step's rollouts, and the streams that it computes for them.
+    """A model that stays fixed while it scores a step's rollouts, and the streams that it adds to their batch.
 
-    The policy is one, too, until it is updated. A script may write to `model`'s parameters between steps, for example
-    to keep a moving average of the policy's weights.
+    Before its update, the policy is run as a `FrozenModel`, too. A script may write to `model`'s parameters between
+    steps, for example to keep a moving average of the policy's weights.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class FrozenModel:
         names: Sequence[str],
         device: torch.device,
     ):
-        """model: a sharded model runs as its `scorer`; any other is offloaded between uses (`on_device`).
+        """model: a sharded model is run through its `scorer`; any other model is offloaded between uses (`on_device`).
 
         names: `Batch` fields for the first streams that `outputs` returns; further streams are dropped.
         """

@@ -14,7 +14,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor
         k1 = d: unbiased. For metrics and rewards, not for a loss: its expected gradient is zero.
         k2 = d^2 / 2: its gradient is that of KL(policy || reference).
         k3 = exp(-d) + d - 1: unbiased, with low variance. Its gradient is that of KL(reference || policy).
-            GRPO's published choice. d is clamped at -MAX_LOG_RATIO, below which it has no gradient.
+            This is the estimator in the GRPO paper. d is clamped at -MAX_LOG_RATIO, below which it has no gradient.
     """
     d = logprobs - ref_logprobs
     if estimator == "k1":

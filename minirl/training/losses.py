@@ -11,7 +11,8 @@ from torch import Tensor
 
 from minirl.model.attention import to_device
 
-# As in verl and OpenRLHF. The exp of a long completion's summed log ratios would overflow, and inf * 0 is NaN.
+# The same limit as in verl and OpenRLHF. Without it, the exp of a long completion's summed log ratios would overflow,
+# and inf * 0 is NaN.
 MAX_LOG_RATIO = 20.0
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
@@ -38,7 +39,7 @@ def importance_ratio(
     lengths: Sequence[int],
     loss_mask: Tensor,
 ) -> Tensor:
-    """Return the ratio of new to old probability at each token [T], differentiable in `logprobs`.
+    """Return the ratio of new to old probability at each token [T], differentiable with respect to `logprobs`.
 
     With d = logprobs - old_logprobs:
 
@@ -103,8 +104,8 @@ def importance_weights(
     [low, high]. The cap of 2 is verl's and open-instruct's; TRL's default is "sequence_mask" at 3. correction "none":
     all weights are 1.
 
-    Multiplying the loss by them gives the decoupled objective (arXiv:2505.24298 eq. 5). Do not use them if the loss's
-    ratio already has the sampled logprobs in its denominator.
+    Multiplying the loss by these weights gives the decoupled objective (arXiv:2505.24298 eq. 5). Do not use them if
+    the loss's ratio already has the sampled logprobs in its denominator.
     """
     if correction == "none":
         return torch.ones_like(old_logprobs)

@@ -1,7 +1,7 @@
 """Run a model over a packed stream: compute logprobs and entropies of its tokens, or the outputs of a scalar head.
 
-Element t of every stream belongs to token t. Its logprob, and the value of the state that it was sampled in, come from
-the hidden state of token t - 1. This shift happens only in `_previous_tokens`.
+Element t of every stream belongs to token t. Its logprob, and the value of the state before it, come from the
+hidden state of token t - 1. This shift happens only in `_previous_tokens`.
 
 Only sampled tokens go through the LM head. Logits [T, V] are never materialized, with or without gradients: only one
 token chunk by one vocabulary chunk exists at a time.
@@ -40,7 +40,7 @@ UNKNOWN_TOKEN_LOGPROB = -87.0
 def score_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return logprobs and entropies, fp32 [T], of a batch's sampled tokens; 0 elsewhere.
 
-    Each token is scored at its sampling temperature. Differentiable in the parameters. Not collective.
+    Each token is scored at its sampling temperature. Differentiable with respect to the parameters. Not collective.
     """
     targets = batch.tokens[batch.loss_index]
     states, divisor = sampling_states(model, batch), batch_logit_divisor(batch)
@@ -49,7 +49,7 @@ def score_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def score_teacher(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Score a batch like `score_batch`, with a model that may lack tokens, such as the policy's vocabulary padding.
+    """Score a batch like `score_batch`, with a model that may lack some tokens, e.g. the policy's vocabulary padding.
 
     A sampled token that the model lacks gets UNKNOWN_TOKEN_LOGPROB.
     """
@@ -59,11 +59,11 @@ def score_teacher(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def value_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return scalar-head outputs, fp32 [T]: the values before sampled tokens, and those after last tokens.
+    """Return a scalar head's outputs, fp32 [T]: the values before sampled tokens, and the values after last tokens.
 
     The first result has at each sampled token the value of the state before it. The second has at each sequence's last
     token the value of the state after it, which for a reward model is the reward. Elsewhere both are 0. Differentiable
-    in the parameters. Not collective.
+    with respect to the parameters. Not collective.
     """
     before, last = _previous_tokens(batch), batch.last_index
     states = _hidden_states_at(model, clamp_unknown_tokens(model, batch), torch.cat([before, last]))
@@ -78,7 +78,7 @@ def value_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def clamp_unknown_tokens(model: Transformer, batch: Batch) -> Batch:
-    """Replace tokens that a teacher or value model lacks with its last token.
+    """Replace tokens that a teacher or value model lacks with the last one in its vocabulary.
 
     The policy may sample from a larger vocabulary than that model's.
     """

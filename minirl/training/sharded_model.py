@@ -41,9 +41,9 @@ class ShardedModel:
     compute_weights: all parameters in full, in the compute dtype, keyed by name. Generation, scoring and training use
     these. With `shard_weights`, the decoder's linear layers have only this rank's rows.
     decoder: an inference model with the same weights, without FSDP's hooks, which would slow a decode step down by 5 %.
-    With `shard_weights` it only generates, and a model that never decodes has none.
-    scorer: the model that scores batches without gradients: the decoder, or with `shard_weights` the module, which all
-    ranks must call equally often (collective).
+    With `shard_weights`, the decoder is used only for generation; for a model that never generates, it is the module.
+    scorer: the model that scores batches without gradients: the decoder, or with `shard_weights` the module, which
+    every rank must call the same number of times (its forward is collective).
 
     The constructor, `step`, `refresh`, `load_state` and `backward` are collective; without `shard_gradients`, only the
     last `backward` of each optimizer step is.
@@ -75,7 +75,7 @@ class ShardedModel:
         shard_weights: see the module's docstring. Also shards gradients and frozen parameters. No effect on one rank.
 
         is_frozen: whether to freeze the parameter with a given name, so that it has no master weight, gradient or
-        moments. If `config` has adapters, all parameters except these and a scalar head are frozen, too.
+        moments. If `config` has adapters, all parameters except the adapters and a scalar head are frozen.
 
         base: a model to share frozen weights with, if both come from the same folder and ranks keep full weights.
         """
@@ -86,7 +86,7 @@ class ShardedModel:
         has_shards = world_size() > 1 or offload_optimizer
         self._sums_every_microbatch = self._shards_weights or (shard_gradients and has_shards)
 
-        # 1. Create parameters without values. Frozen ones, without master weights, use the compute dtype.
+        # 1. Create parameters without values. Frozen ones have no master weights and use the compute dtype.
         self.module = make_meta_model(config, recompute_layers=recompute_layers).to(at_least_fp32(dtype))
         frozen: dict[str, Any] = {}
         for name, parameter in self.module.named_parameters():
@@ -98,12 +98,12 @@ class ShardedModel:
             frozen |= {name: base._frozen[name] for name in frozen.keys() & base._frozen.keys()}
             _assign_weights(self.module, frozen)
 
-        # 2. Shard them. Frozen parameters stay full if the weights do.
+        # 2. Shard the parameters. Frozen ones stay full unless `shard_weights` applies.
         self._units = [*self.module.layers, self.module]
         full = set() if self._shards_weights else set(frozen.values())
         self._shard_units(device, full, offload_optimizer=offload_optimizer)
 
-        # 3. Allocate and load their values.
+        # 3. Allocate the parameters and load their values.
         init_device = "cpu" if offload_optimizer else device
         self.module._apply(
             lambda tensor: torch.empty_like(tensor, device=init_device) if tensor.is_meta else tensor
@@ -209,15 +209,15 @@ class ShardedModel:
     def step(self, optimizer: torch.optim.Optimizer, *, lr: float, max_grad_norm: float) -> float:
         """Clip the gradient, update the master weights, refresh the compute weights; return the gradient norm.
 
-        lr: the learning rate of this update. A parameter group whose lr differs from the optimizer's default keeps that
-        ratio.
+        lr: the learning rate of this update. If a parameter group's lr differs from the optimizer's default, their
+        ratio is kept.
 
         The norm is taken before clipping, over the optimizer's parameters across ranks; gradients of other parameters
         are dropped. max_grad_norm 0 disables clipping. With a gradient of exactly 0, for example without any
         `backward`, the update is skipped, because momentum alone would still move the weights.
 
         Collective. Raises GuardError on all ranks: before the update if the norm is non-finite, after it if the weights
-        are, so that such weights are never saved.
+        are non-finite, so that such weights are never saved.
         """
         trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for other in {*self.masters.values()} - trained:
@@ -295,8 +295,8 @@ class ShardedModel:
     def refresh(self) -> None:
         """Copy the master weights into the compute weights, in place (collective).
 
-        Temporarily needs twice the memory of GATHER_BATCH parameters, but none on a single rank whose master weights
-        are on the device.
+        Temporarily needs twice the memory of GATHER_BATCH parameters, but no extra memory on a single rank whose master
+        weights are on the device.
         """
         # Copies from the host are asynchronous. They end before the optimizer next writes to the master weights,
         # because that needs gradients computed with the copied weights.
@@ -304,7 +304,7 @@ class ShardedModel:
         wait_for_device()
 
     def _copy_to_compute_weights(self, parameters: Mapping[str, Tensor]) -> None:
-        """Copy sharded parameters, own rows or all rows, into the compute weights of the same names (collective)."""
+        """Copy sharded parameters (this rank's rows, or all) into compute weights of the same names (collective)."""
         gathered: list[tuple[Tensor, Tensor]] = []  # weights, and this rank's shards
         for name, weight in self.compute_weights.items():
             if name in parameters:
@@ -324,7 +324,7 @@ class ShardedModel:
         for slot, (_, shard) in zip(send_buffer.split(sizes), pairs, strict=True):
             slot[: shard.numel()].copy_(shard.flatten(), non_blocking=True)
         per_rank = send_buffer.new_empty(world_size(), len(send_buffer))
-        # torch 2.13 warns about the old name, the only one in 2.11.
+        # torch 2.13 warns about the old name, which is the only one in torch 2.11.
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         gather(per_rank.view(-1), send_buffer)
         for (weight, _), chunks in zip(pairs, per_rank.split(sizes, 1), strict=True):
@@ -340,7 +340,7 @@ class Storage(NamedTuple):
 
 
 def full_storage(module: Transformer, frozen: Mapping[str, Tensor], device: torch.device) -> Storage:
-    """Gather full weights on each rank. From then on, they are the module's parameters (collective)."""
+    """Gather full weights on each rank; they become the module's parameters (collective)."""
     for parameter in frozen.values():
         parameter.data = parameter.data.to(device)
     # FSDP keeps the buffers of the last gather, so the root, with its large embedding, must not be the last.
@@ -356,7 +356,7 @@ def full_storage(module: Transformer, frozen: Mapping[str, Tensor], device: torc
 def sharded_storage(
     module: Transformer, frozen: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> Storage:
-    """Gather the root's weights, and make a decoder whose linear layers have this rank's rows, set to 0
+    """Gather the root's weights, and make a decoder whose linear layers have only this rank's rows, initialized to 0
     (collective).
 
     Rows of frozen parameters share storage with the shards if their shapes and devices match.
@@ -385,7 +385,7 @@ def sharded_storage(
 
 
 def _total_norm(tensors: Iterable[Tensor]) -> float:
-    """Return the norm of sharded tensors; NaN or infinite if one of them is (collective)."""
+    """Return the norm of sharded tensors; NaN or infinite if one of them contains such a value (collective)."""
     norm = torch.nn.utils.get_total_norm(tensors)
     return float(norm.full_tensor())  # type: ignore[attr-defined]
 

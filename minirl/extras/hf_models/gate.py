@@ -1,7 +1,7 @@
-"""Compare a small model with a config.json's architecture, as minirl runs it, with transformers' eager attention.
+"""Compare how minirl and transformers (with eager attention) run a small model of a config.json's architecture.
 
-This measurement rejects what a list of supported features would miss: logit soft caps, states that leak from one
-sequence into the next, ignored positions, ropes that depend on the longest sequence. The small model has all of
+This measurement catches what a list of supported features would miss: logit soft caps, states that leak from one
+sequence into the next, ignored positions, and ropes that depend on the longest sequence. The small model has all of
 the config's layers and attention types. Windows, and the original positions of a scaled rope, are short enough for the
 compared sequences to exceed them.
 """
@@ -25,7 +25,7 @@ from minirl.rollouts import Request, RolloutId
 from minirl.training.batch import Batch, pack
 from minirl.training.scoring import score_batch
 
-MAX_ERROR = 1e-4  # relative; correct models have 5e-7, or 3e-5 with sharp attention
+MAX_ERROR = 1e-4  # relative; correct models have an error of 5e-7, or 3e-5 with sharp attention
 MIN_WINDOW = 16  # the small model's smallest window
 PROMPTS = (5, 30, 82)
 NUM_NEW = 8
@@ -93,7 +93,7 @@ def ends_at_original(config: Any) -> bool:
 
 @torch.no_grad()
 def scramble_weights(hf: Any) -> None:
-    """Set weights so that every part matters: norms and biases are not 1 or 0, and a soft cap would show."""
+    """Randomize the weights so that every part matters: norms and biases are not 1 or 0, and a soft cap would show."""
     generator = torch.Generator().manual_seed(0)
     embedding, head = hf.get_input_embeddings().weight, hf.get_output_embeddings().weight
     for parameter in hf.parameters():
@@ -151,7 +151,7 @@ def make_oracle(small: Any) -> Any:
 
 
 def check_native(config: Any, read: Callable[[Mapping[str, Any]], ModelConfig]) -> None:
-    """Compare minirl's own modules for a config with transformers'. Raises InputError if they differ.
+    """Compare minirl's own modules for a config with transformers'. Raises InputError if the logprobs differ.
 
     read: converts a config.json to a `ModelConfig`.
     """
@@ -164,9 +164,9 @@ def check_native(config: Any, read: Callable[[Mapping[str, Any]], ModelConfig]) 
 
 
 def measure(config: Any) -> tuple[ModelConfig, bool]:
-    """Return the `ModelConfig` for transformers' modules, and whether decoding is bitwise equal to scoring.
+    """Return the `ModelConfig` for transformers' modules, and whether decoding matches scoring bitwise.
 
-    Raises InputError, naming the difference from transformers.
+    Raises InputError, naming the difference, if results differ from transformers'.
     """
     small, real_windows = shrink_config(config)
     oracle = make_oracle(small)
@@ -206,7 +206,10 @@ def measure(config: Any) -> tuple[ModelConfig, bool]:
 
 @torch.no_grad()
 def _compare(model: Any, oracle: Any) -> bool:
-    """Compare logprobs, and return whether decoding is bitwise equal to scoring. Raises InputError if they differ."""
+    """Compare the models' logprobs; return whether decoding matches scoring bitwise.
+
+    Raises InputError if the models' logprobs differ.
+    """
     engine = Engine(model, max_running_requests=8, cache_tokens=1024, dtype=torch.float32, device=CPU)
     requests = [
         Request(tuple(range(3, 3 + length)), RolloutId(i, 0), i, NUM_NEW, TEMPERATURE, frozenset())
@@ -225,7 +228,7 @@ def _compare(model: Any, oracle: Any) -> bool:
 
     packed = scored(batch)
     decoded = batch.sample_logprobs[batch.loss_index]
-    # Ordered so that the first difference has the simplest explanation.
+    # The comparisons are ordered so that the first difference has the simplest explanation.
     for got, wanted, reason in (
         (
             scored(batch.select(batch.sequences[:1])),

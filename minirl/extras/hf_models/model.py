@@ -32,7 +32,7 @@ _HARMLESS = frozenset(
     "return_dict".split()
 )
 # Minimum number of rows per forward on the CPU; shorter streams are padded. Some modules multiply without `F.linear`
-# (GPT-2 with `addmm`), and nothing measures how many rows their results need to be batch-invariant.
+# (GPT-2 with `addmm`), and how many rows make those results batch-invariant is not measured.
 MIN_ROWS = 16
 # Elementwise functions whose vectorised kernel and scalar tail differ in the last bit.
 _ELEMENTWISE = {
@@ -45,7 +45,7 @@ _ELEMENTWISE = {
 
 @dataclass
 class Stream:
-    """The packed stream that a model's modules run on; they all share it.
+    """The packed stream that a model's modules run on; all modules share one instance.
 
     attention_calls: if a list, records each attention call as (layer, window, shape of the keys).
     """
@@ -67,7 +67,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Run `attend` as a transformers attention function: [1, heads, T, C] -> [1, T, heads, C].
 
-    Raises InputError, naming an unsupported argument that would change the result.
+    Raises InputError, naming the arguments, if unsupported ones would change the result.
     """
     unknown = [name for name, given in others.items() if given is not None and name not in _HARMLESS]
     refuse(unknown, f"its attention needs {', '.join(unknown)}, which minirl does not support")
@@ -121,7 +121,7 @@ class _Linear(Linear):
 
 
 def _fuse_norm(norm: Any) -> None:
-    """Make an RMSNorm run `F.rms_norm`, which saves less for backward; leave any other module unchanged."""
+    """Make an RMSNorm run `F.rms_norm`, which saves less memory for backward; leave any other module unchanged."""
     weight = getattr(norm, "weight", None)
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if weight is None or eps is None or not type(norm).__name__.endswith("RMSNorm"):
@@ -160,7 +160,7 @@ def build_on_meta(config: Any) -> Any:
 
 
 class _Parts(NamedTuple):
-    """transformers' model and some of its modules. As a tuple, it keeps `HFTransformer` from registering them."""
+    """transformers' model and some of its modules. A tuple keeps `HFTransformer` from registering the modules."""
 
     hf: Any
     layers: nn.ModuleList
@@ -186,7 +186,7 @@ class HFTransformer(nn.Module):
         self.config = config
         self.stream = Stream()
 
-        # 1. The children of transformers' model become children of this one, under the same names.
+        # 1. The children of transformers' model become children of this module, under the same names.
         head = hf.get_output_embeddings()
         layers = _find_layers(hf, config.num_hidden_layers)
         self._parts = _Parts(hf, layers, hf.get_input_embeddings(), head)
@@ -196,7 +196,8 @@ class HFTransformer(nn.Module):
         if config.scalar_head:
             self.score = Linear(config.hidden_size, 1, bias=False)
 
-        # 2. The caller multiplies by the head, so whatever the model does to logits applies to hidden states.
+        # 2. The head returns hidden states, because the caller multiplies by its weight. Whatever the model does to
+        # logits after the head is applied to these states.
         head.forward = lambda states: states
 
         # 3. Attention gets the stream; linear layers get support for adapters.
@@ -245,7 +246,7 @@ class HFTransformer(nn.Module):
 
     @property
     def head(self) -> Tensor:
-        """See `Transformer`. A bias becomes an extra column of a copy, and hidden states then end with a 1."""
+        """See `Transformer`. A bias becomes an extra column of a copied weight, and hidden states then end with a 1."""
         weight: Tensor = self.lm_head.weight
         if self.lm_head.bias is None:
             return weight

@@ -1,4 +1,4 @@
-"""Models that run with transformers' modules: how their config.json is read and checkpoint tensors are named."""
+"""Models that run with transformers' modules: how their config.json is read and how checkpoint tensors are named."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ _CLASS_KEYS = ("architectures", "id2label", "label2id", "dtype", "torch_dtype", 
 class HFModel:
     """A model that runs with transformers' modules: `ModelConfig.hf_backend`. Hashable.
 
-    text: the config.json without _CLASS_KEYS. is_exact: whether decoding is bitwise equal to scoring on the CPU.
+    text: the config.json without _CLASS_KEYS. is_exact: whether decoding matches scoring bitwise on the CPU.
     """
 
     text: str
@@ -59,7 +59,7 @@ class HFModel:
 
 
 def read_hf_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Return the `ModelConfig` for a config.json. Raises InputError, naming the difference, if it fails the gate."""
+    """Return the `ModelConfig` for a config.json. Raises InputError, naming the difference, if the gate fails."""
     text = _config_text(raw)
     config, is_exact = _pass_gate(text)
     return dataclasses.replace(config, hf_backend=HFModel(text, is_exact))
