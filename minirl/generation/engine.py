@@ -136,7 +136,7 @@ class Engine:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether any request is not parked, so that `step` has work."""
+        """Whether `step` has work, because some request is not parked."""
         return self._table.is_decoding
 
     @property
@@ -155,7 +155,7 @@ class Engine:
         return self._table.stats
 
     def release(self, *rollout_ids: RolloutId) -> None:
-        """End the given requests if they are parked. Not collective."""
+        """End those of the given requests that are parked. Not collective."""
         had_parked = bool(self._table.parked)
         for rollout_id in rollout_ids:
             self._table.release(rollout_id)
@@ -228,7 +228,7 @@ class Engine:
     def _forward(self, tokens: Tensor, layout: Layout, *, is_done: bool = False) -> Tensor:
         """Return the tokens' hidden states [T, D]. Collective among ranks that share the model's layers (`shards`).
 
-        is_done: whether this rank has no more tokens until all ranks are done.
+        is_done: whether this rank will have no more tokens to compute until all ranks are done.
         """
         model = self.model
         if model.shard_group is not None:

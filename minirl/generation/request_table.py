@@ -134,7 +134,7 @@ class RequestTable:
         self.queue.extendleft(reversed(started_groups))
 
     def _resume(self, request: Request) -> bool:
-        """Resume a parked request with more tokens; return whether that was possible."""
+        """Resume a parked request with more tokens; return False if the request must be prefilled again."""
         row = self.parked.pop(request.rollout_id)
         self.columns.put_request(row, request)
         if self._blocks.lengths[row] < len(request.prompt_ids) + len(request.sampled):
@@ -206,7 +206,7 @@ class RequestTable:
         return admitted
 
     def _num_headroom_blocks(self) -> int:
-        """Return the number of blocks that requests with rows may need for the headroom, up to their limits."""
+        """Return the number of blocks that requests with rows may need for the headroom, within their token limits."""
         rows = np.array([*self.running, *self.appended, *self.parked.values()], np.int64)
         new_lengths = self.columns["length"][rows] + self.headroom_tokens
         new_lengths = np.minimum(new_lengths, self.columns["max_length"][rows])

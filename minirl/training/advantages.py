@@ -52,7 +52,7 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
         "batch_std": the standard deviation of all rewards + eps.
         "none", "whiten": 1. `whiten` later normalizes the tokens' advantages.
 
-    Standard deviations have ddof 1. With baseline "mean" or "leave_one_out", a zero-variance group gets exactly 0. A
+    Standard deviations use ddof 1. With baseline "mean" or "leave_one_out", a zero-variance group gets exactly 0. A
     NaN reward is left out of all statistics and gets 0; so does a reward for which too few others exist to compute
     these statistics.
     """

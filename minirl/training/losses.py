@@ -123,8 +123,8 @@ def importance_weights(
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> Tensor:
     """Return half the squared error of the values, with PPO's value clipping as in verl and TRL.
 
-    The error is the larger of two: that of the values, and that of the values clipped to within `clip` of the old ones.
-    clip 0 disables clipping.
+    The squared error is the larger of two: the error of the values, and the error of the values clipped to within
+    `clip` of the old ones. clip 0 disables clipping.
     """
     error = (values - returns).square()
     if clip:
