@@ -66,7 +66,10 @@ def print_plan(
 
 
 def _machine(config: RunConfig) -> Machine:
-    """Return the machine that --gpus describes, by default this one. Raises InputError for an invalid --gpus."""
+    """Return the machine that --gpus describes, or this machine if the flag is not given.
+
+    Raises InputError for an invalid --gpus.
+    """
     if config.gpus is None:
         return this_machine(select_device(may_use_cpu=config.is_embedded))
     found = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5}(?:\.\d+)?)", config.gpus, re.ASCII)

@@ -75,7 +75,7 @@ class Config(RunConfig):
 
 
 def find_model(model: str) -> tuple[str, dict[str, Any]]:
-    """Return the folder that --model names, and its run's args.json ({} if it belongs to no run).
+    """Return the folder that --model names, and the content of its run's args.json ({} if it is outside a run).
 
     If --model names a run, the folder is its newest checkpoint. Raises InputError if the run has no checkpoint.
     """
@@ -96,7 +96,7 @@ def find_model(model: str) -> tuple[str, dict[str, Any]]:
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> Config:
-    """Parse the command line (or `arguments`), with defaults from the run that --model names."""
+    """Parse the command line (or `arguments`), with defaults from the run that --model names, if any."""
     model = peek_flag("model", arguments)
     folder, args = find_model(model) if model else (None, {})
     if peek_flag("data", arguments):
@@ -108,14 +108,17 @@ def parse_config(arguments: Sequence[str] | None = None) -> Config:
 
 @functools.cache
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Return the probability that any of k samples, drawn without replacement, is correct (arXiv:2107.03374 eq. 1)."""
+    """Return the probability that at least one of k samples, drawn without replacement, is correct.
+
+    This is equation 1 of arXiv:2107.03374.
+    """
     # The binomials are exact integers, which do not overflow; only their quotient is rounded.
     num_subsets = math.comb(num_samples, k)
     return (num_subsets - math.comb(num_samples - num_correct, k)) / num_subsets
 
 
 def majority(answers: Sequence[Any], is_correct: Sequence[bool]) -> float:
-    """Return the fraction of correct samples among those with the most frequent answer(s); None is not an answer."""
+    """Return the fraction of correct samples among those with the most frequent answer(s); None is ignored."""
     winners = multimode(answer for answer in answers if answer is not None)
     votes = [right for answer, right in zip(answers, is_correct, strict=True) if answer in winners]
     return fmean(votes) if votes else 0.0
@@ -126,8 +129,8 @@ def values_by_prompt(
 ) -> dict[str, list[float]]:
     """Return each metric's values, one for each prompt that has the metric. Not collective.
 
-    records: all ranks' completions. weights: reward weights, keyed by name. If all rewards with a positive weight are 0
-    or 1, they tell `prompt_metrics` which completions are correct.
+    records: records of all ranks' completions. weights: reward weights, keyed by name. If all rewards with a positive
+    weight are 0 or 1, they tell `prompt_metrics` which completions are correct.
     """
     values = defaultdict(list)
     in_order = sorted(records, key=lambda record: record["id"])
@@ -177,7 +180,7 @@ def bootstrap_interval(values: Sequence[float], *, seed: int) -> tuple[float, fl
 
 
 def evaluation_result(setup: Setup, records: Iterable[Record], truncation: Truncation) -> dict[str, Any]:
-    """Return the JSON result. records: the records of all prompts. truncation: their top-k and top-p."""
+    """Return the JSON result. records: the records of all prompts. truncation: the top-k and top-p that they used."""
     config = setup.config
     weights = dict(zip(setup.reward_functions, setup.eval_reward_weights.tolist(), strict=True))
     scores: dict[str, Any] = {}
@@ -196,7 +199,7 @@ def evaluation_result(setup: Setup, records: Iterable[Record], truncation: Trunc
 
 
 def evaluate(config: Config) -> dict[str, Any]:
-    """Evaluate all held-out prompts; return the JSON result on rank 0 and {} elsewhere (collective)."""
+    """Evaluate all held-out prompts; return the JSON result on rank 0 and {} on other ranks (collective)."""
     setup = Setup(config, name="eval")
     setup.print_start()
     folder = setup.folder.path
@@ -217,7 +220,7 @@ def evaluate(config: Config) -> dict[str, Any]:
 def main(config: Config) -> int:
     """Evaluate, print the JSON result and return the exit code. Every rank calls this function."""
     files = config.eval_data or tuple(filter(None, [config.data]))
-    # `data` is one of the evaluated files, because an evaluation needs no training rows.
+    # An evaluation needs no training rows, so `data` is just one of the evaluated files.
     config = dataclasses.replace(config, data=next(iter(files), None), eval_data=files)
     check_shared(config)
     refuse(not 0 <= config.top_k <= MAX_TOP_K, f"--top-k {config.top_k}: must be between 0 and {MAX_TOP_K}")

@@ -42,7 +42,7 @@ def read_run(name: str) -> tuple[str, Lines]:
 
 
 def series(lines: Lines, metric: str) -> tuple[list[int], list[float]]:
-    """Return a metric's steps and values, omitting steps where it is missing or non-finite."""
+    """Return a metric's steps and values, omitting steps where the value is missing or non-finite."""
     measured = [line for line in lines if line.get(metric) is not None]
     return [line["step"] for line in measured], [line[metric] for line in measured]
 
@@ -53,7 +53,7 @@ def running_mean(values: list[float]) -> list[float]:
 
 
 def draw_lines(axes: Any, runs: Runs, metric: str) -> None:
-    """Draw a metric for all runs. On the reward panel, also draw each evaluation; step 0 is before training."""
+    """Draw a metric for all runs. On the reward panel, also draw the held-out rewards; step 0 is before training."""
     for i, (name, lines) in enumerate(runs):
         steps, values = series(lines, metric)
         axes.plot(steps, values, color=f"C{i}", alpha=0.25, linewidth=0.8)

@@ -14,7 +14,7 @@ TABLE_CHARS = 4_000
 
 
 class WandbRun:
-    """Rank 0's wandb run. Its methods raise whatever wandb raises, even SystemExit."""
+    """Rank 0's wandb run. Its methods raise whatever wandb raises, including SystemExit."""
 
     def __init__(self, folder: Path, args: dict[str, Any], mode: Any):
         """Start or resume the run. args: the run's config, including its `wandb_id`. mode: see `wandb.init`."""

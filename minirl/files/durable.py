@@ -53,7 +53,7 @@ def add_path_to_oserror(path: Path) -> Iterator[None]:
 
 
 def publish(half_made: Path, folder: Path) -> None:
-    """Sync a complete folder and rename it. Raises OSError if `folder` already exists and is not empty."""
+    """Sync a complete folder and rename it to `folder`. Raises OSError if `folder` already exists and is not empty."""
     # `new_file` has already synced the files to disk, but not the directory entries.
     for subfolder in [*half_made.rglob("*/"), half_made]:
         fsync_path(subfolder)

@@ -25,7 +25,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Read one JSON object per line; skip other lines, such as one truncated by a kill. Raises OSError."""
+    """Read one JSON object per line; skip all other lines, such as a truncated last line. Raises OSError."""
     values = []
     for line in path.read_bytes().split(b"\n"):
         with contextlib.suppress(ValueError, RecursionError):
@@ -34,7 +34,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file that contains an object. Raises InputError, naming the file, if it does not."""
+    """Read a JSON object from a file. Raises InputError, naming the file, if the file contains no JSON object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

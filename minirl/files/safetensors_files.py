@@ -38,9 +38,9 @@ def read_tensor(path: Path, name: str) -> Tensor:
 def is_finite(tensor: Tensor) -> bool:
     """Return whether all values of a non-empty tensor are finite.
 
-    Ten times as fast as `isfinite().all()`, which allocates a tensor.
+    This is ten times as fast as `isfinite().all()`, which allocates a tensor.
     """
-    # Both extremes are NaN if any value is.
+    # Both extremes are NaN if any value is NaN.
     lowest, highest = tensor.aminmax()
     return bool(lowest.isfinite() & highest.isfinite())
 

@@ -15,7 +15,7 @@ from minirl.errors import InputError, refuse
 
 # Folder of this package, whose frames are removed from the start of user tracebacks.
 PACKAGE_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-# Maximum length (characters) of a traceback and of a value in a message.
+# Maximum lengths (characters) of a traceback and of a value's repr in a message.
 MAX_TRACEBACK = 4000
 MAX_REPR = 80
 
@@ -49,7 +49,7 @@ def loading_user_code(what: str) -> Iterator[None]:
 
 
 def find_functions(source: str, *names: str) -> list[Callable[..., Any]]:
-    """Return functions from a file or module. Raises InputError for a missing one; the code's own errors propagate."""
+    """Return functions from a file or module. Raises InputError if one is missing; the code's own errors propagate."""
     module = _run_file(source) if source.endswith(".py") else importlib.import_module(source)
     for name in names:
         refuse(not callable(getattr(module, name, None)), f"{source} has no function {name}")
@@ -62,7 +62,7 @@ def _run_file(file: str) -> types.ModuleType:
     name = f"user_file:{path}".replace(".", ":")  # a dot would mean a submodule
     if name in sys.modules:
         return sys.modules[name]
-    sys.path.append(os.path.dirname(path))  # for imports of packages
+    sys.path.append(os.path.dirname(path))  # for importing packages
     module = types.ModuleType(name)
     module.__file__ = path
     module.__dict__["__builtins__"] = {**vars(builtins), "__import__": partial(_import_sibling, path)}
@@ -79,7 +79,7 @@ def _run_file(file: str) -> types.ModuleType:
 
 
 def _import_sibling(file: str, name: str, *arguments: Any, **options: Any) -> Any:
-    """Import a module for a user's file. Files in its folder are keyed by path: other folders may reuse a name."""
+    """Import a module for a user's file. Modules in that file's folder are keyed by path, since names may repeat."""
     path = os.path.join(os.path.dirname(file), f"{name}.py")
     is_loaded = getattr(sys.modules.get(name), "__file__", None) == path  # for example by the script
     if path == file or is_loaded or not os.path.isfile(path):

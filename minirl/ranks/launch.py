@@ -1,7 +1,7 @@
 """Run a script's `main` on a rank, and end the process after an error, a signal or the loss of another rank.
 
-Ranks wait for each other in collectives. There, torch.distributed raises if the connection to another rank breaks or
-if a rank does not arrive within --hang-timeout seconds. When one rank exits, torchrun ends the others.
+Ranks wait for each other in collectives. A collective raises if the connection to another rank breaks or if a
+rank does not arrive within --hang-timeout seconds. When one rank exits, torchrun ends the others.
 """
 
 import contextlib
@@ -60,8 +60,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
 
     SIGTERM, SIGINT and SIGHUP (a closed terminal) request a stop at the end of the step
     (`process_group.stop_requested`). A second signal, or one before the first step, ends the process at once. Signals
-    that were ignored at startup stay ignored, such as SIGHUP under nohup. SIGUSR1 prints the stacks of all threads. The
-    process dies with torchrun.
+    that were ignored at startup (such as SIGHUP under nohup) stay ignored. SIGUSR1 prints the stacks of all threads. If
+    torchrun dies, the process dies too.
     """
     _prepare_process()
     try:
@@ -87,7 +87,7 @@ def announce_phase(phase: str) -> None:
 
 @functools.cache
 def rendezvous() -> Any:
-    """Return the key-value store that all ranks share: torchrun's, one that rank 0 hosts, or a single process's own.
+    """Return the key-value store that all ranks share: torchrun's, rank 0's, or a local one for a single process.
 
     Raises InputError if only some of torchrun's environment variables are set, and torch's DistError if the store
     cannot be reached within START_TIMEOUT_S.
@@ -187,7 +187,7 @@ def _exit_code_and_message(error: BaseException, missing: Sequence[str]) -> tupl
     if isinstance(error, dist.DistError) or is_gloo_error:
         lost = ", ".join(missing) or "another rank"
         return 1, f"error: {lost} has ended, hangs or is slower than --hang-timeout [{where}: {cause}]"
-    # The disk may be full, or a folder read-only.
+    # Before the first step, an OSError usually means that the disk is full or a folder is read-only.
     if isinstance(error, OSError) and this_process.phase == STARTUP_PHASE:
         exit_code = InputError.exit_code
     if exit_code:

@@ -18,7 +18,7 @@ from minirl.errors import refuse
 from minirl.ranks import launch
 from minirl.ranks.time_account import spent_on
 
-# Compute capability of Ampere, the oldest supported GPUs. Older ones have no bf16 matmuls, and neither flash-attn nor
+# Compute capability of Ampere, the oldest supported GPUs. Older GPUs have no bf16 matmuls, and neither flash-attn nor
 # torch's varlen kernel supports them.
 OLDEST_CAPABILITY = (8, 0)
 # Environment variables that configure torch's CUDA allocator: the current name and the older one.
@@ -54,7 +54,7 @@ def start(
         torch.cuda.set_device(device)
         if shares_cores:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size()))
-        # Otherwise split-k matmuls round partial sums to bf16, depending on the shape: errors of 3e-3 instead of 3e-5.
+        # Otherwise split-k matmuls round partial sums to bf16, depending on the shape, with errors of 3e-3, not 3e-5.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if not dist.is_initialized():
         timeout = timedelta(seconds=hang_timeout)
@@ -74,7 +74,7 @@ def start(
 def select_device(*, may_use_cpu: bool) -> torch.device:
     """Return this rank's CUDA device, or the CPU if torch sees none. An empty CUDA_VISIBLE_DEVICES hides all devices.
 
-    may_use_cpu: whether to hide the devices, and print a line that says so, if this node has more ranks than devices.
+    may_use_cpu: whether to hide the devices, and print a line about it, if this node has more ranks than devices.
     Not collective. Raises InputError if the ranks cannot each use a CUDA device.
     """
     num_devices = torch.cuda.device_count()

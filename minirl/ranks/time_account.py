@@ -2,7 +2,7 @@
 
 The causes' seconds therefore add up to wall time; time without a more specific cause goes to "host".
 docs/metrics.md lists the causes. Each phase of the step sets a cause (`StepMetrics.begin`), and `spent_on` sets another
-one for a block. The module's only state is `this_process`.
+cause for a block. The module's only state is `this_process`.
 """
 
 import threading
@@ -53,8 +53,8 @@ class TimeAccount:
     def spent_on(self, cause: str) -> Iterator[None]:
         """Attribute the time spent in the block, or in each call to a decorated function, to another cause.
 
-        Costs a few microseconds and never waits for the device. Has no effect in other threads or within one of
-        WHOLE_CAUSES.
+        Costs a few microseconds and never waits for the device. Has no effect in other threads or while the
+        cause is one of WHOLE_CAUSES.
         """
         if self._cause in WHOLE_CAUSES or threading.get_ident() != self._thread:
             yield

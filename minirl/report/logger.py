@@ -2,7 +2,7 @@
 
 Logging errors never stop a run. If metrics.jsonl cannot be written (on a full disk, say), its lines are buffered and
 written with a later step. If a step's rollouts cannot be written, they are dropped with a warning. After its first
-error, wandb is turned off and one line says so. A resumed run continues its files and its wandb run after the
+error, wandb is turned off, and a console line says so. A resumed run continues its files and its wandb run after the
 checkpoint's step.
 """
 
@@ -95,7 +95,8 @@ class Logger:
     ) -> None:
         """Write a step's records from all ranks, ordered by id, to rollouts/<step>.jsonl (collective).
 
-        to_wandb: whether to log a table of the first records to wandb, if it is on; these records need an `advantage`.
+        to_wandb: whether to also log a table of the first records to wandb when wandb is enabled; these records need an
+            `advantage`.
         """
         # Each rank encodes its own records, so that rank 0 only has to sort the lines.
         lines = [(record["id"], json_text(record) + "\n") for record in records]
@@ -118,7 +119,7 @@ class Logger:
                 self._try_wandb(lambda: self._wandb.log_completions(step, in_order))
 
     def finish(self) -> None:
-        """Close wandb, if it is on. Raises SaveError if lines of metrics.jsonl still cannot be written."""
+        """Finish the wandb run, if any. Raises SaveError if lines of metrics.jsonl still cannot be written."""
         self._try_wandb(lambda: self._wandb.run.finish())
         if self._pending_lines and not self._write_metrics():
             num_steps = self._pending_lines.count(b"\n")
@@ -144,7 +145,7 @@ class Logger:
         self._wandb = WandbRun(self.folder, args, mode)
 
     def _try_wandb(self, action: Callable[[], Any]) -> None:
-        """Run a wandb action, if wandb is on. On an error, print it and turn wandb off."""
+        """Run a wandb action if wandb is enabled. If the action fails, print the error and turn wandb off."""
         if not self._uses_wandb:
             return
         try:

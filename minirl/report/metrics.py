@@ -53,7 +53,7 @@ class StepMetrics:
         self.add(name, values.double().sum(), values.numel())
 
     def add_max(self, name: str, values: Tensor, weight: float | Tensor = 1.0) -> None:
-        """Update a maximum with the elements of `values`, if any. weight: 0 if none of them counts."""
+        """Update a maximum with the elements of `values`, if any. weight: 0 if none of the elements counts."""
         if values.numel():
             self.add(name, values.max(), weight, kind="maximum")
 
@@ -112,7 +112,7 @@ def add_rollouts(
     *,
     grouped_rewards: Tensor,
 ) -> None:
-    """Add this rank's rollouts, and all groups' rewards [P, G], which are the same on every rank.
+    """Add the metrics of this rank's rollouts and of all groups' rewards [P, G], which are the same on every rank.
 
     NaN rewards (no reward function applied) are excluded from the statistics and counted separately.
     """
@@ -185,10 +185,10 @@ def add_tokens(
     *,
     weight_version: int,
 ) -> None:
-    """Add a microbatch's logprobs, importance ratios and entropies from the forward pass, all [T].
+    """Add the metrics of a microbatch's logprobs, importance ratios and entropies (all [T]) from the forward pass.
 
     weight_version: version of the weights in this pass. The gap between sampled and training logprobs is measured only
-    on tokens that these weights sampled, so it covers no tokens after the step's first update.
+    for tokens that these weights sampled, so no token is measured after the step's first update.
     """
     index = micro.loss_index
     metrics.add_values("policy/entropy", entropy[index])
@@ -219,8 +219,9 @@ def add_clip(
 ) -> None:
     """Add the fractions of a microbatch's sampled tokens that the lower and the upper clip affect. ratio: [T].
 
-    The lower clip applies where ratio < 1 - clip_low and A < 0, the upper clip where ratio > 1 + clip_high and A > 0.
-    is_weight: whether the ratio only weights the loss (CISPO) and is clipped for any advantage A.
+    With advantage A, the lower clip applies where ratio < 1 - clip_low and A < 0, the upper clip where
+    ratio > 1 + clip_high and A > 0.
+    is_weight: whether the ratio only weights the loss (CISPO) and is clipped for any advantage.
     """
     low = ratio < 1 - clip_low
     high = ratio > 1 + clip_high
@@ -234,8 +235,8 @@ def add_clip(
 def derived(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the reduced metrics together with derived ones.
 
-    Adds completion tokens per second of generation and of the update, if they took any time. Turns
-    finish-reason counts into fractions.
+    Adds the completion tokens per second of generation and per second of the update, if that phase took any time.
+    Turns the finish reasons' counts into fractions.
     """
     all_metrics = dict(metrics)
     for name in metrics:

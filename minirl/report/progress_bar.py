@@ -13,8 +13,8 @@ def show_progress(
 ) -> Any:
     """Return a tqdm bar, shown on rank 0 and cleared when it ends. Not collective.
 
-    Iterating over the bar yields `items`; without items, `update(n)` advances it towards `total`. The bar is shown only
-    if stderr is a terminal, so that it does not clutter log files.
+    Iterating over the bar yields `items`; if `items` is None, `update(n)` advances the bar towards `total`. The
+    bar is shown only if stderr is a terminal, so that it does not clutter log files.
     """
     from tqdm import tqdm
 

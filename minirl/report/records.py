@@ -16,7 +16,7 @@ from minirl.data.task import Task
 from minirl.rewards.reward_queue import RewardedRollouts
 from minirl.training.advantages import weighted_rewards
 
-Record = Mapping[str, Any]  # one rollout as `rollout_records` returns it
+Record = Mapping[str, Any]  # one of the records that `rollout_records` returns
 
 
 def rollout_records(
@@ -59,8 +59,8 @@ def rollout_records(
 def mean_rewards(records: Iterable[Record], task: Task) -> dict[str, float]:
     """Return the metrics of an evaluation: mean rewards overall, per file and per reward function. Not collective.
 
-    Means per file (or function) are omitted if there is only one file (or function). Rewards that do not apply are
-    excluded.
+    Means per file (or function) are omitted if there is only one file (or function). Rewards that do not apply
+    to a completion are excluded.
     """
     given: dict[str, list[float]] = defaultdict(list)
     for sample in records:

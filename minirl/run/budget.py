@@ -19,13 +19,14 @@ from minirl.model.config import ModelConfig
 from minirl.model.transformer import make_meta_model
 
 USABLE_FRACTION = 0.9  # usable fraction of free memory; the rest is the margin
-# Activation bytes on the CPU relative to CUDA, measured at 0.5 to 1.8, and at 3.2 for sequences of 4,096 tokens.
+# Ratio of activation bytes on the CPU to those on CUDA. Measured ratios are 0.5 to 1.8, and 3.2 for sequences of
+# 4,096 tokens.
 CPU_FACTOR = 2.0
 MAX_REQUESTS = {"cpu": 256, "cuda": 1024}
-CACHE_TOKENS = 65536  # default cache capacity, exceeded only if a rank's completions can fill more
-# Ways to run an update, fastest first: (divisor of the default microbatch size, recompute layers, shard gradients).
-# Sharded gradients come before recomputation because their reduction overlaps with backward. With the optimizer on the
-# host, backward waits for the reduction, so recomputation comes first.
+CACHE_TOKENS = 65536  # default cache capacity; larger only if a rank's completions can fill more
+# Ways to run an update, fastest first: (divisor of the default microbatch size, whether to recompute layers, whether to
+# shard gradients). Sharding is tried before recomputation because the gradient reduction overlaps with backward. If the
+# optimizer is on the host, backward waits for the reduction, so recomputation is tried first.
 UPDATE_OPTIONS = list(itertools.product((1, 2, 4, 8), (False, True), (False, True)))
 OFFLOADED_UPDATE_OPTIONS = [(divisor, recompute, shard) for divisor, shard, recompute in UPDATE_OPTIONS]
 
@@ -46,8 +47,8 @@ class Sizes:
 class Workload:
     """Models, lengths and hardware that determine a rank's memory use, apart from `Sizes`.
 
-    trained: the policy, then any value models; with shares_base, value models are adapters on the policy's weights.
-    frozen: frozen models, keyed by name. longest_tokens: length of the longest prompt plus its completion.
+    trained: the policy, then any value models; if shares_base, value models are adapters on the policy's weights.
+    frozen: the frozen models, keyed by name. longest_tokens: length of the longest prompt plus its completion.
     step_tokens: maximum number of tokens that the rank trains on in a step. num_requests: maximum number of concurrent
     requests. offloads_optimizer: whether the optimizer lives in host memory, as offloaded frozen models do.
     """
@@ -71,8 +72,8 @@ class Workload:
 class Budget:
     """Sizes, and the bytes that they require on a rank: always, during scoring and training, and during decoding.
 
-    The bytes are keyed by what needs them. available_bytes: memory left for training and decoding, which use it in
-    turns, or at the same time if the cache stays allocated during training.
+    Each mapping's keys name what needs the bytes. available_bytes: memory left for training and decoding, which use it
+    in turns, or at the same time if the cache stays allocated during training.
     """
 
     sizes: Sizes
@@ -82,7 +83,7 @@ class Budget:
     decoding_bytes: Mapping[str, float]
 
     def fits(self, *, keeps_cache: bool = False) -> bool:
-        """Return whether training and decoding fit into the available memory; with keeps_cache, both at once."""
+        """Return whether training and decoding fit into the available memory: in turns, or at once if keeps_cache."""
         phase_bytes = sum(self.training_bytes.values()), sum(self.decoding_bytes.values())
         return (sum(phase_bytes) if keeps_cache else max(phase_bytes)) <= self.available_bytes
 
@@ -99,7 +100,7 @@ class Budget:
         ]
 
     def advice(self, phase: str) -> str:
-        """Return the memory planned for a step's phase, or for any other work, and the flags that lower it."""
+        """Return the memory planned for a phase of the step, or for any other phase, and the flags that lower it."""
         decoding = f"{self._format_phase('decoding')}; lower --cache-tokens"
         if phase.endswith("generate"):
             return decoding
@@ -143,7 +144,7 @@ def budget(work: Workload, sizes: Sizes) -> Budget:
 def _weight_bytes(work: Workload, model: ModelConfig, is_sharded: bool) -> float:
     """Return the bytes of a model's weights on a rank.
 
-    The rank has all weights, or only the embedding, the head and its shard of the layers.
+    The rank holds all weights or, if the model is sharded, only the embedding, the head and its shard of the layers.
     """
     num_local: float = num_parameters(model)
     if is_sharded:
@@ -158,7 +159,7 @@ def _num_embeddings(model: ModelConfig) -> int:
 
 
 def _update_bytes(work: Workload, sizes: Sizes, num_trained: int) -> dict[str, float]:
-    """Return the bytes that an update requires, keyed by what needs them."""
+    """Return the bytes that an update requires, keyed by what they are for."""
     gradients = 4.0 * num_trained
     if sizes.shard_gradients:
         gradients = 0.0 if work.offloads_optimizer else gradients / work.num_ranks
@@ -174,7 +175,7 @@ def _update_bytes(work: Workload, sizes: Sizes, num_trained: int) -> dict[str, f
 
 
 def _layer_bytes_per_token(work: Workload, model: ModelConfig) -> float:
-    """Return the activation bytes per token that a layer saves for backward; they also bound its forward pass.
+    """Return the activation bytes per token that a layer saves for backward; its forward pass needs no more.
 
     The number is exact for Llama and Qwen2, and up to 14% off for other families.
     """
@@ -190,14 +191,14 @@ def _layer_bytes_per_token(work: Workload, model: ModelConfig) -> float:
 
 
 def _activation_bytes(work: Workload, sizes: Sizes, model: ModelConfig) -> float:
-    """Return the peak bytes of a microbatch: its activations, or the gradient reduction at the end of backward."""
+    """Return a microbatch's peak bytes: for its activations, or for the gradient reduction at the end of backward."""
     itemsize = work.dtype.itemsize
     layer_token_bytes = _layer_bytes_per_token(work, model)
     token_bytes = model.num_hidden_layers * layer_token_bytes + 0.4 * layer_token_bytes
     if sizes.recompute_layers:
         token_bytes = model.num_hidden_layers * itemsize * model.hidden_size + 1.4 * layer_token_bytes
     if model.delta_net:
-        token_bytes += 80 * model.delta_net.num_channels  # measured in one layer
+        token_bytes += 80 * model.delta_net.num_channels  # measured for one layer
     activation_bytes = min(sizes.max_tokens_per_microbatch, work.step_tokens) * token_bytes
     if model.adapters:
         return activation_bytes
@@ -228,9 +229,9 @@ def _decoding_bytes(work: Workload, sizes: Sizes) -> dict[str, float]:
 
 
 def choose_sizes(work: Workload, given: Mapping[str, Any]) -> Budget:
-    """Choose a rank's sizes: first for the update, then the number of requests; the cache gets the rest.
+    """Choose a rank's sizes: first for the update, then the number of requests. The cache gets the remaining memory.
 
-    Given sizes are kept. If nothing fits, return the smallest sizes that can hold the longest request.
+    Sizes in `given` are kept. If nothing fits, return the smallest sizes that can hold the longest request.
     """
     for divisor, recompute, shard in OFFLOADED_UPDATE_OPTIONS if work.offloads_optimizer else UPDATE_OPTIONS:
         num_tokens = max(work.longest_tokens, work.default_microbatch_tokens // divisor)

@@ -1,15 +1,16 @@
 """Save checkpoints between steps, and resume from them exactly.
 
     runs/NAME/checkpoints/000050/    Hugging Face folder of the policy, in the compute dtype
-    .../000050/value/                Hugging Face folder of each additional model, under its name
+    .../000050/value/                Hugging Face folder of an additional model, named after the model
     .../000050/resume/0-of-2.pt      one rank's shards of fp32 master weights and optimizer state
     .../000050/resume/progress.pt    `Progress` fields, including the script's `extra`; adapters' base models and shapes
 
 Every rank writes its files into .half-000050-TOKEN and syncs them to disk. Rank 0 then renames the folder to 000050,
-which makes it a checkpoint. A kill at any moment, or a full disk, therefore leaves only complete checkpoints, and a run
-resumes from the newest. Old checkpoints are deleted only after the rename, and first renamed with a leading dot.
+which makes it a checkpoint. All checkpoints are therefore complete, even if the process is killed or the disk is full,
+and a run resumes from the newest one. Old checkpoints are deleted only after the rename; each is first renamed to a
+name with a leading dot.
 
-Saving blocks training. Files are read with torch's `weights_only`, which never executes code from them.
+Saving blocks training. Files are read with `torch.load(weights_only=True)`, which never executes code from them.
 """
 
 import contextlib
@@ -51,8 +52,8 @@ class Checkpoints:
     """Writer and reader of a run's checkpoints, which contain models and optimizers.
 
     models: (model, optimizer) pairs, keyed by name; the checkpoint folder itself is the first model's Hugging Face
-        folder. Configs and tokenizer files are read only here, because a model's folder may be an old checkpoint that
-        is deleted before the next save.
+        folder. Configs and tokenizer files are read once, in `__init__`, because a model's folder may be an old
+        checkpoint that is deleted before the next save.
     keep: number of newest checkpoints to keep (0: all), in addition to the one with the best held-out score.
     """
 
@@ -60,7 +61,7 @@ class Checkpoints:
         self._run_folder = run_folder
         self._models = models
         self._keep = keep
-        # Unique per start, so that a rank still alive from an earlier start writes to another folder.
+        # The token is unique to each start, so that a rank still alive from an earlier start writes to another folder.
         self._token = broadcast_object(secrets.token_hex(4))
         self._adapters: PerModel = {}
         # Files that `write_folder` writes next to each model's weights, on rank 0 only.
@@ -84,7 +85,7 @@ class Checkpoints:
             }
 
     def restore(self, checkpoint: Path) -> dict[str, Any]:
-        """Load models and optimizers from a checkpoint; return the fields of `Progress` (collective).
+        """Load models and optimizers from a checkpoint; return the saved fields of `Progress` (collective).
 
         Any number of ranks may have saved the checkpoint. Raises InputError if its models or adapters differ from
         the script's; the adapters' base model may have moved to another path, though.
@@ -113,7 +114,7 @@ class Checkpoints:
 
     @spent_on("save")
     def save(self, progress: Mapping[str, Any]) -> None:
-        """Save models, optimizers and the fields of `Progress` as the checkpoint of `progress["step"]` (collective).
+        """Save models, optimizers and `Progress` fields as the checkpoint of step `progress["step"]` (collective).
 
         The checkpoint is complete on return. Raises SaveError, naming the file that cannot be written.
         """
@@ -135,8 +136,8 @@ class Checkpoints:
     def _write_files(self, folder: Path, progress: Mapping[str, Any]) -> None:
         """Write this rank's checkpoint files (collective).
 
-        Raises OSError, and InputError if `extra` has values that a checkpoint cannot store or that differ between
-        ranks.
+        Raises OSError if a file cannot be written, and InputError if `extra` has values that a checkpoint cannot store
+        or that differ between ranks.
         """
         (folder / "resume").mkdir(0o700, parents=True, exist_ok=True)
         shards: PerModel = {}
@@ -174,7 +175,7 @@ def _rank_file(rank: int, world_size: int) -> str:
 
 
 def _save_file(path: Path, values: Mapping[str, Any]) -> None:
-    """Save values to a file, for `_load_file`, and sync it to disk. Raises OSError, naming the file."""
+    """Save values to a file that `_load_file` can read, and sync the file to disk. Raises OSError, naming the file."""
     with durable.new_file(path) as file:
         try:
             torch.save(values, file)
@@ -184,7 +185,7 @@ def _save_file(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _load_file(path: Path) -> dict[str, Any]:
-    """Load a file's values; tensors are memory-mapped on the host. Raises InputError."""
+    """Load a file's values; tensors are memory-mapped on the host. Raises InputError if the file cannot be read."""
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # a corrupt file may raise anything
@@ -196,7 +197,7 @@ def _load_file(path: Path) -> dict[str, Any]:
 def prune_checkpoints(run_folder: Path, *, keep: int) -> None:
     """Delete a run's checkpoints, except the newest `keep` (0: keep all) and the one with the best held-out score.
 
-    Ties go to the newest. Unreadable checkpoints are never deleted.
+    Of checkpoints with the same score, the newest counts as the best. Unreadable checkpoints are never deleted.
     """
     checkpoints = checkpoints_in(run_folder)
     if keep == 0 or len(checkpoints) <= keep:

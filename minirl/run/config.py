@@ -21,7 +21,7 @@ from minirl.run.progress import Progress
 
 # "auto" chooses a size that fits into free memory; see docs/memory.md.
 Size = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="{auto,N}")]
-# Flags that name rollout code, with the format of what follows "file.py:".
+# Flags that name rollout code, with the format of the part after "file.py:".
 ROLLOUT_CODE = {"rollout": "function", "tools": "function,function", "environment": "Class"}
 Schedule = Literal["auto", "constant", "linear"]
 Correction = Literal["auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -29,10 +29,10 @@ Correction = Literal["auto", "none", "token_truncate", "token_mask", "sequence_t
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Flags of every script, in `--help` order.
+    """Flags that every script has, in `--help` order.
 
-    The comment after a field, or the string below it, is its help text, which also explains a default of None or ().
-    [Title] opens a group in `--help`.
+    The comment after a field, or the string below it, is its help text, which also says what a default of None or ()
+    means. [Title] opens a group in `--help`.
     """
 
     model: str | None = None
@@ -110,9 +110,9 @@ class RunConfig:
     entropy_coef: float = 0.0  # coefficient of the entropy bonus; 0 disables
     correction: Correction = "auto"
     """importance sampling correction for the gap between sampled and old logprobs: per-token or per-sequence
-    weights, truncated or masked above 2, and exactly 1 without a gap (auto: token_truncate)"""
+    weights, truncated or masked above 2, which are exactly 1 if there is no gap (auto: token_truncate)"""
 
-    # torchrun parses --run as an abbreviation of its --run-path and rejects it: use --run-name there.
+    # torchrun parses --run as an abbreviation of its --run-path and rejects it, so use --run-name there.
     run_name: Annotated[str | None, tyro.conf.arg(aliases=["--run"])] = None
     """[Run and report] name of the run folder in ./runs or $MINIRL_RUNS; the name of an existing run resumes that run
     (default: script, date and time)"""
@@ -130,9 +130,11 @@ class RunConfig:
     offload_optimizer: bool = False
     """keep fp32 master weights, AdamW moments and accumulated gradients in host memory, and run AdamW on the CPU"""
     recompute_layers: Literal["auto", "on", "off"] = "auto"
-    """activation checkpointing: less memory, a third more time (auto: on if microbatches would otherwise be smaller)"""
+    """activation checkpointing, which uses less memory but takes a third more time (auto: on if microbatches would
+    otherwise be smaller)"""
     shard_weights: Literal["auto", "on", "off"] = "auto"
-    """decode from weights sharded across ranks, not from a full copy per rank (auto: on if a full copy does not fit)"""
+    """decode from weights sharded across ranks, instead of a full copy on each rank (auto: on if a full copy does not
+    fit)"""
     dry_run: bool = False
     """print the memory plan and whether the run fits, without loading weights or training"""
     gpus: str | None = None
@@ -211,7 +213,8 @@ class RunConfig:
 
         After step `first_step`, the rate rises linearly to `peak` during the warm-up, then follows the schedule.
         "linear" would reach 0 one update after the last. The position in the schedule is derived from the step,
-        so it stays the same if a resumed run changes the updates per step, and a finished warm-up does not repeat.
+        so it stays the same if a resumed run changes the number of updates per step, and a finished warm-up does not
+        repeat.
         """
         per_step = self.updates_per_step
         num_done = (progress.step - first_step) * per_step + progress.update - progress.first_update
@@ -231,22 +234,22 @@ class RunConfig:
 
     @property
     def adapters(self) -> Adapters | None:
-        """LoRA adapters of the trained models; None without --lora-rank."""
+        """LoRA configuration of the trained models, or None if --lora-rank is 0."""
         return Adapters(self.lora_rank) if self.lora_rank else None
 
     @property
     def importance_correction(self) -> str:
         """Importance sampling correction: `correction`, or its default.
 
-        The default does not depend on the machine, so that a resumed run keeps it. Without a gap between sampled and
-        old logprobs, its weights are 1 and leave the loss bitwise unchanged. With --max-staleness but no weights, the
-        clip would limit the policy's total change since a token was sampled.
+        The default does not depend on the machine, so that a resumed run keeps it. If sampled and old logprobs are
+        equal, the weights are 1 and leave the loss bitwise unchanged. With --max-staleness but without these weights,
+        the clip would limit the policy's total change since a token was sampled.
         """
         return "token_truncate" if self.correction == "auto" else self.correction
 
 
 def model_folder_of_field(config: RunConfig, name: str) -> Path | None:
-    """Return the folder of the model that a field names; None if the field is empty or missing from the script.
+    """Return the folder of the model that a field names, or None if the field is empty or the script lacks it.
 
     Raises InputError for a model that is not available.
     """

@@ -56,7 +56,7 @@ def parse(
         refuse(
             missing, f"--algorithm {algorithm}: sets {', '.join(missing)}; add them to the script's Config"
         )
-    # tyro prints group titles only for nested structs, so the flat config is nested for tyro.
+    # tyro prints group titles only for nested structs, so the flat config is converted to a nested one.
     groups: dict[str, list[Any]] = defaultdict(list)
     info = StructTypeInfo.make(config_class, config_class(**defaults or {}), in_union_context=False)
     spec: Any = ConstructorRegistry.get_struct_spec(info)
@@ -88,7 +88,7 @@ def parse(
 
 
 def peek_flag(name: str, arguments: Sequence[str] | None) -> str | None:
-    """Return the value of a flag that other defaults depend on, before parsing the rest; None if it is not given."""
+    """Return the value of a flag that other defaults depend on, before parsing the rest, or None if it is not given."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(f"--{name}", dest="value")
     return parser.parse_known_args(arguments)[0].value

@@ -44,9 +44,9 @@ RESERVED = {
 
 
 def load_rollout(config: RunConfig) -> UserRollout | None:
-    """Load the rollout function of --rollout, --tools or --environment; return None without these flags.
+    """Load the rollout function of --rollout, --tools or --environment; return None if no such flag is given.
 
-    Raises InputError. Not collective.
+    Raises InputError if the code cannot be loaded or used. Not collective.
     """
     flags = rollout_flags(config)
     if not flags:
@@ -114,9 +114,9 @@ def load_rewards(
     script_rewards: the script's own rewards, which replace the task's rewards and --reward. With --reward or
     --reward-model, the task's rewards are only logged; the caller adds the reward models.
 
-    Starts the --reward worker processes, which inspect the functions' arguments, so call it only after flags and data
-    have been checked and the run folder is locked. Raises InputError, naming the flag and function, and the file, line
-    and field of a row that lacks an argument.
+    Starts the --reward worker processes, which inspect the functions' arguments, so call this function only after the
+    flags and data have been checked and the run folder is locked. Raises InputError, naming the flag and function, and
+    the file, line and field of a row that lacks an argument.
     """
     if not config.reward and not config.reward_model:
         return task.rewards if script_rewards is None else script_rewards, task.extra_scores
@@ -138,7 +138,7 @@ def load_rewards(
 def _load_reward(config: RunConfig, spec: str) -> Reward:
     """Load a --reward function in worker processes, or in this process if it takes any of OBJECT_ARGUMENTS.
 
-    Raises InputError.
+    Raises InputError if the function cannot be loaded.
     """
     source, _, name = spec.rpartition(":")
     if spec == EPISODE:
@@ -164,7 +164,7 @@ def load_prompts(
     user_rollout: UserRollout | None,
     scalar_head: bool = False,
 ) -> tuple[ModelConfig, PromptStream, PromptStream]:
-    """Return the policy's config, the training prompts and the held-out prompts, both with the tokenizer.
+    """Return the policy's config, the training prompts and the held-out prompts; both streams include the tokenizer.
 
     tools, scalar_head: see `Setup`. If the folder has weights, they are checked too. Raises InputError, naming the
     files, rows and flags at fault.
@@ -201,7 +201,7 @@ def load_prompts(
 
 
 def _check_teacher(folder: Path, tokenizer: ChatTokenizer, vocab_size: int) -> int:
-    """Check that a teacher shares the policy's token ids; return its maximum number of positions. Raises InputError."""
+    """Return a teacher's maximum number of positions. Raises InputError unless it shares the policy's token ids."""
     teacher = read_config(folder, scalar_head=False)
     ids, teachers_ids = (one.backend.get_vocab() for one in (tokenizer, Tokenizer(folder)))
     mismatched = sorted(token for token, _ in ids.items() ^ teachers_ids.items())[:3]
@@ -228,8 +228,8 @@ def load_tokenizer(
 ) -> ChatTokenizer:
     """Load the tokenizer, whose chat prompts describe the tools from the script, --tools or --environment.
 
-    Raises InputError if it cannot parse calls to the tools of --tools or --environment or render their results, and for
-    template arguments that the chat template ignores.
+    Raises InputError if the tokenizer cannot parse calls to the tools from --tools or --environment, or cannot render
+    the tools' results, and if the chat template ignores a template argument.
     """
     user_tools = [] if user_rollout is None else user_rollout.tools
     refuse(

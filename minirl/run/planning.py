@@ -1,4 +1,4 @@
-"""Describe a run to the memory budget (machine, models, lengths), and plan its sizes."""
+"""Describe a run's machine, models and lengths to the memory budget, and plan the run's sizes."""
 
 import contextlib
 import dataclasses
@@ -21,17 +21,17 @@ from minirl.run.config import RunConfig, model_folder_of_field
 
 # Fields that may be "auto", in addition to shard_weights.
 AUTO_SIZES = ("cache_tokens", "max_tokens_per_microbatch", "recompute_layers")
-# Gradient sums round differently with other values, so a resumed run keeps these.
+# Gradient sums round differently with other values, so a resumed run keeps the recorded ones.
 PINNED_SIZES = ("max_tokens_per_microbatch", "shard_gradients", "shard_weights")
 FULL_WEIGHTS = {"shard_weights": False}
 SHARDED_WEIGHTS = {"shard_weights": True, "shard_gradients": True}
-# cgroup files, versions 1 and 2: memory limit (bytes), memory usage (bytes) and statistics.
+# Files of cgroup versions 1 and 2 that contain the memory limit (bytes), memory usage (bytes) and statistics.
 CGROUP_V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
 CGROUP_V2_FILES = ("memory.max", "memory.current", "memory.stat")
 
 
 class Machine(NamedTuple):
-    """A run's device type, ranks and free memory. free_bytes: free memory per rank."""
+    """A run's device type, number of ranks and free memory. free_bytes: free memory per rank."""
 
     device_type: str
     num_ranks: int
@@ -39,7 +39,7 @@ class Machine(NamedTuple):
 
 
 def this_machine(device: torch.device) -> Machine:
-    """Describe this run's ranks, with the free memory of the rank that has the least (collective).
+    """Describe this run's ranks; the free memory is that of the rank with the least (collective).
 
     Before `process_group.start`, only this rank is measured.
     """
@@ -54,13 +54,13 @@ def free_memory(root: Path = Path("/")) -> int:
     (available_kib,) = re.findall(r"MemAvailable: +(\d+) kB", (root / "proc/meminfo").read_text())
     free = 1024 * int(available_kib)
     # Lines are "0::PATH" for version 2, "NUMBER:CONTROLLERS:PATH" for version 1. A container may see its path on the
-    # host although its own cgroup is mounted at the root, so all parents are read too.
+    # host although its own cgroup is mounted at the root, so the files in all parent folders are read too.
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         file_names = CGROUP_V1_FILES if controllers else CGROUP_V2_FILES
         cgroup = root / f"sys/fs/cgroup/{controllers}{path}"
         for folder in (cgroup, *cgroup.parents):
-            with contextlib.suppress(OSError, ValueError):  # not a memory cgroup, or its limit is "max"
+            with contextlib.suppress(OSError, ValueError):  # not a memory cgroup, or one whose limit is "max"
                 limit, usage, stat = ((folder / name).read_text() for name in file_names)
                 # The last match includes child cgroups. The kernel reclaims this page cache before memory runs out.
                 *_, cached = re.findall(r"inactive_file (\d+)", stat)
@@ -71,8 +71,8 @@ def free_memory(root: Path = Path("/")) -> int:
 def plan(config: RunConfig, work: Workload, *, recorded: Mapping[str, Any]) -> Budget:
     """Choose a run's sizes, with full weights on each rank if they fit.
 
-    recorded: args.json of a resumed run, {} for a new one. A recorded microbatch size grows if the longest sequence
-    has become longer since then. Raises InputError for a run that does not fit, unless all sizes are given.
+    recorded: content of a resumed run's args.json, or {} for a new run. A recorded microbatch size grows if the
+    longest sequence no longer fits into it. Raises InputError for a run that does not fit, unless all sizes are given.
     """
     given = {name: recorded[name] for name in PINNED_SIZES if name in recorded}
     for name in (*AUTO_SIZES, "shard_weights"):
@@ -119,7 +119,7 @@ def workload(
 ) -> Workload:
     """Return a rank's workload. Models other than the policy are described by their config.json alone.
 
-    saved: a resumed run's checkpoint (None with adapters). Raises InputError for unusable models.
+    saved: a resumed run's checkpoint (None for a new run or with adapters). Raises InputError for unusable models.
     """
     longest_prompt = max(prompts.longest_prompt, held_out.longest_prompt)
     longest = min(longest_prompt + prompts.max_new_tokens, prompts.max_tokens)
@@ -134,7 +134,7 @@ def workload(
     frozen = {}
     if (
         config.has_reference and not config.adapters
-    ):  # with adapters, the reference is the policy without them
+    ):  # with adapters, the reference is the policy without its adapters
         frozen["reference"] = policy
     if teacher := model_folder_of_field(config, "teacher"):
         frozen["teacher"] = dataclasses.replace(read_config(teacher), vocab_size=policy.vocab_size)
@@ -148,7 +148,7 @@ def workload(
             f"{longest} tokens; lower --max-new-tokens, or use shorter prompts",
         )
     num_prompts = math.ceil(config.prompts_per_step / machine.num_ranks)
-    # Each group may have a greedy completion. With --max-staleness the groups of two steps may be in flight.
+    # Each group may have an extra greedy completion. With --max-staleness, groups from two steps may be in flight.
     requests = num_prompts * (config.group_size + 1)
     if config.max_staleness:
         requests *= 2

@@ -10,9 +10,9 @@ class Progress:
 
     step: number of completed steps. update: number of completed optimizer steps, which is also the weight version.
     first_update: number of optimizer steps completed before the current step. num_served: number of prompts drawn from
-    the stream. before: held-out scores before training. evaluated: held-out scores of this step, if it was evaluated.
-    in_flight: ordinals of the prompts whose rollouts continue in a later step. extra: the script's own state; see
-    `Run`.
+    the stream. before: held-out scores before training. evaluated: held-out scores after the current step, if it
+    was evaluated. in_flight: ordinals of the prompts whose rollouts continue in a later step. extra: the script's own
+    state; see `Run`.
     """
 
     step: int = 0

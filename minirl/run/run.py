@@ -1,7 +1,8 @@
 """Parts of the training loop that do not depend on the objective.
 
-A script creates a `Run` from its `Setup`, loops over `steps`, ends each step with `finish_step` and returns `close()`.
-Nothing here calls back into the script: a fork that needs something else writes it into its own loop.
+A script creates a `Run` from its `Setup`, loops over its `steps`, ends each step with `finish_step` and returns
+the exit code from `close`. Nothing here calls back into the script, so a fork that needs something else writes it
+into its own loop.
 """
 
 import contextlib
@@ -63,8 +64,8 @@ class Run:
         models: (model, optimizer) pairs, keyed by name, the policy first; checkpoints contain all of them. collector:
         source of the training rollouts, whose engine also runs evaluations; None if the script generates nothing.
 
-        extra: initial values of the script's own state, the same on every rank; each save stores the current values
-        from `progress.extra`. Values are JSON values and tensors, nested in dicts and lists.
+        extra: initial values of the script's own state, which must be the same on every rank; each save stores the
+        current values from `progress.extra`. Values are JSON values and tensors, nested in dicts and lists.
 
         Raises InputError if this run cannot resume from the checkpoint.
         """
@@ -88,7 +89,7 @@ class Run:
         )
         script = Path(sys.argv[0])
         if rank() == 0 and script.suffix == ".py" and script.is_file():
-            with contextlib.suppress(shutil.SameFileError):  # the user runs the copy itself
+            with contextlib.suppress(shutil.SameFileError):  # the script is the copy in the run folder
                 shutil.copyfile(script, self._folder / script.name)
         setup.print_start()
         self.progress.before = self.progress.before or self.evaluate()
@@ -96,7 +97,7 @@ class Run:
         print0("held-out before training:", scores or "no held-out rows; see --eval-data")
 
     def _resume(self, checkpoint: Path) -> None:
-        """Resume from a checkpoint (collective). Keys missing from its `extra` keep the script's values."""
+        """Resume from a checkpoint (collective). Keys missing from the saved `extra` keep the script's values."""
         first_extra = self.progress.extra
         self.progress = Progress(**self._checkpoints.restore(checkpoint))
         self.progress.extra = first_extra | self.progress.extra
@@ -108,7 +109,7 @@ class Run:
     def steps(self) -> Iterator[int]:
         """Yield the remaining step numbers; stop early if a signal requested a stop during a step.
 
-        Objects that exist now live as long as the run, so they are excluded from garbage collection.
+        Objects that exist before the first step live as long as the run, so they are excluded from garbage collection.
         """
         gc.collect()
         gc.freeze()
@@ -168,7 +169,7 @@ class Run:
     ) -> Batch:
         """Add old logprobs and the frozen models' streams to a batch on the host (collective if weights are sharded).
 
-        With one update per step, old logprobs that would equal the new ones are omitted.
+        With one update per step, old logprobs are omitted if they would equal the training logprobs.
         """
         if self._setup.old_logprobs == "sampled":
             batch = batch.replace(old_logprobs=batch.sample_logprobs)
@@ -218,7 +219,7 @@ class Run:
         metrics: StepMetrics,
         groups: Groups | None = None,
     ) -> None:
-        """Reduce and log the step's metrics; evaluate and save a checkpoint if due (collective).
+        """Reduce and log the step's metrics; evaluate and save a checkpoint if these are due (collective).
 
         groups: the step's groups of rollouts; None for a step without rollouts.
         """

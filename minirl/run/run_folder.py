@@ -38,7 +38,7 @@ class RunFolder:
 def lock_run_folder(name: str) -> Iterator[RunFolder]:
     """Lock the run folder `name`, creating it if needed, and yield it; the block sets up the run (collective).
 
-    The lock outlives the block. If the block raises InputError, a folder that is still empty is removed. Partial
+    The lock outlives the block. If the block raises InputError, the folder is removed if still empty. Partial
     checkpoints from a killed save are deleted; the run resumes from the newest complete one.
 
     Raises InputError if the name is a path, or if the folder is in use, not a run folder, not writable, or not shared
@@ -56,7 +56,7 @@ def lock_run_folder(name: str) -> Iterator[RunFolder]:
     args, checkpoint = broadcast_object(previous)
     try:
         path = folder / "lock"
-        # Each start appends to the lock file, so its content differs if another node has its own folder of this name.
+        # Each start appends to the lock file, so its content differs if another node has its own folder with this name.
         require_same(path.exists() and path.read_text(), f"{folder}: the run folder ($MINIRL_RUNS)")
         yield RunFolder(folder, args, checkpoint, lock)
     except InputError:
@@ -79,7 +79,7 @@ def _previous_start(folder: Path) -> tuple[dict[str, Any], Path | None]:
 
 
 def _take_lock(folder: Path) -> IO[str]:
-    """Create the folder unless it exists, and lock it for this process. Raises InputError."""
+    """Create the folder unless it exists, and lock it for this process. Raises InputError if that fails."""
     path = folder / "lock"
     is_foreign = folder.is_dir() and not path.exists() and any(folder.iterdir())
     refuse(is_foreign, f"{folder} is not a run folder; choose another --run-name")
@@ -103,7 +103,7 @@ def runs_root() -> Path:
 
 
 def find_run(name: str, required_file: str) -> Path:
-    """Find a run's folder by path or by name; it must contain `required_file`, a file or folder.
+    """Find a run's folder by path or by name; the folder must contain `required_file`, a file or a folder.
 
     Raises InputError if neither the path nor the name leads to such a folder.
     """

@@ -1,6 +1,6 @@
 """Set up a run: check all inputs, choose sizes, load models, and create the engine and the collector.
 
-A script creates a `Setup`, gets its models and its collector from it, and passes it to `Run`.
+A script creates a `Setup`, gets models and a collector from the `Setup`, and passes it to `Run`.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ class Setup:
     ):
         """Start the process group, lock the run folder, load the task, rewards and prompts, and choose sizes.
 
-        name: prefix of the run's name if --run-name is not given. rewards: rewards that replace the task's.
+        name: prefix of the run's name if --run-name is not given. rewards: rewards that replace the task's rewards.
         scalar_head: whether the run trains a reward model on the layers of --model, instead of a policy.
         tools: tools that chat prompts describe, as JSON schemas or as functions with type hints and docstrings.
         For --dry-run, the script calls `print_plan` instead, with the same rewards, tools and scalar_head.
@@ -76,7 +76,7 @@ class Setup:
             config.dry_run, "--dry-run: the script must call print_plan before Setup, as train_grpo.py does"
         )
         self.config = config
-        # Fingerprint of the reference's weights; None if the reference is the policy without its adapters.
+        # Fingerprint of the reference model's weights; None if the reference is the policy without its adapters.
         self._reference_weights: int | None = None
         self.device = process_group.start(
             shares_cores=config.offload_optimizer,
@@ -126,12 +126,12 @@ class Setup:
         self.sizes = self._budget.sizes
         num_parts = world_size() if self.sizes.shard_weights else 1
         batch_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, num_parts)
-        # Either all ranks score old logprobs, or none does.
+        # All ranks must make the same choice: to score old logprobs or not.
         self._logprobs_match = all(gather_objects(batch_invariant))
         self.old_logprobs = old_logprobs_source(self.config, logprobs_match=self._logprobs_match)
 
     def _load_rewards(self, trained: Mapping[str, RewardLike], logged: Mapping[str, RewardLike]) -> None:
-        """Load the reward models, whose batch size follows from the sizes; pair all rewards with their weights."""
+        """Load the reward models, whose batch size depends on the chosen sizes; pair all rewards with weights."""
         config = self.config
         rewards = dict(trained)
         for reward, model in config.reward_models.items():
@@ -154,7 +154,7 @@ class Setup:
             self.eval_reward_weights[len(rewards) - 1] = 0.0
 
     def checkpoint_folder(self, name: str) -> Path | None:
-        """Return an additional model's folder in the checkpoint; None in a new run or with adapters."""
+        """Return an additional model's folder in the checkpoint, or None in a new run or with adapters."""
         return self._model_checkpoint and self._model_checkpoint / name
 
     def load_model(
@@ -185,7 +185,8 @@ class Setup:
     def load_frozen(self, policy: ShardedModel) -> list[FrozenModel]:
         """Load the reference and the teacher, if the flags require them (collective).
 
-        The reference is the run's initial model. With adapters, it is the policy without them and shares its weights.
+        The reference is the run's initial model. With adapters, it is the policy without its adapters and shares
+        the policy's weights.
         """
         models = []
         if self.config.has_reference:
@@ -253,7 +254,7 @@ class Setup:
             cache_tokens=sizes.cache_tokens,
             dtype=self.dtype,
             device=self.device,
-            # Ranks that decode together from shards have different batch sizes in each pass.
+            # Ranks that decode jointly from sharded weights have different batch sizes in each pass.
             cuda_graphs=False if model.shard_group is not None else None,
             keeps_cache=self._budget.fits(keeps_cache=True),
         )
@@ -275,7 +276,7 @@ class Setup:
     def evaluate(
         self, evaluator: EpisodeRunner, *, weight_version: int = 0, truncation: Truncation = NO_TRUNCATION
     ) -> list[dict[str, Any]]:
-        """Roll out this rank's held-out prompts and return their records (collective if weights are sharded).
+        """Roll out this rank's held-out prompts and return the rollouts' records (collective if weights are sharded).
 
         evaluator: runner from `Collector.evaluator` for these prompts. truncation: top-k and top-p truncation of the
         sampling distributions.
@@ -316,7 +317,7 @@ class Setup:
         }
 
     def print_start(self) -> None:
-        """On rank 0, print the folder, the model, the task, the sizes and notes about the inputs."""
+        """On rank 0, print the run folder, the model, the task, the sizes and notes about the inputs."""
         is_gap_free = self._logprobs_match and not self.config.max_staleness
         effect = " (all weights are 1)" if is_gap_free else ""
         print0(
@@ -337,7 +338,7 @@ class Setup:
             print0(f"note: {note}")
 
     def _changed_flags(self) -> list[str]:
-        """Return a note about flags that have changed since the run's last start, if any have."""
+        """Return a note about the flags that have changed since the run's last start, or [] if none has."""
         old = self.folder.args.get("flags", {})
         # A JSON round trip makes the new values comparable: tuples become lists.
         new = json.loads(json_text(vars(self.config)))
@@ -353,7 +354,7 @@ class Setup:
         if self.config.model is None:
             warm_start_task = "calculator" if self.config.task == "calculator" else "sorting"
             return embedded_model_folder(runs_root(), warm_start_task)
-        # In an evaluation, ranks may disagree about a run's newest checkpoint.
+        # In an evaluation, ranks may see different newest checkpoints of a run, so all use rank 0's.
         return resolve_folder(broadcast_object(self.config.model))
 
 
@@ -363,9 +364,9 @@ def old_logprobs_source(config: RunConfig, *, logprobs_match: bool) -> str:
     logprobs_match: whether sampled logprobs equal training logprobs bitwise.
 
     With one update per step the old policy is the current one, so the ratio is 1 and no old logprobs are needed. KL
-    terms in the advantages are computed before the update, so with them "auto" also requires exact sampled logprobs.
-    With --max-staleness, some tokens were sampled by older weights: without importance weights (--correction none),
-    ratios are relative to those older weights; otherwise old logprobs are scored or omitted.
+    terms in the advantages are computed before the update; if there are any, "auto" also requires that sampled logprobs
+    match. With --max-staleness, some tokens were sampled by older weights: without importance weights (--correction
+    none), ratios are relative to those older weights; otherwise old logprobs are scored or omitted.
     """
     if config.max_staleness and config.correction == "none":
         return "sampled"
