@@ -67,8 +67,8 @@ class Config(RunConfig):
     """file or dataset with the prompts to evaluate; --eval-data takes precedence"""
     eval_rows: int = 10**9  # [Evaluation] maximum number of rows per file
     eval_samples: Annotated[int, tyro.conf.arg(aliases=["--samples"])] = 0
-    """sampled completions per row, at --temperature; 0 takes one greedy completion"""
-    top_k: int = 0  # number of most likely tokens to sample from, at most 256; 0 disables
+    """sampled completions per row, at --temperature (0: one greedy completion)"""
+    top_k: int = 0  # sample only from the top_k most likely tokens (at most 256); 0 disables
     top_p: float = 1.0  # nucleus sampling: cumulative probability of the kept tokens, within --top-k
 
     trains = False

@@ -196,5 +196,5 @@ def _exit_code_and_message(error: BaseException, missing: Sequence[str]) -> tupl
 
 
 def _rank() -> int:
-    """Return this process's rank. Unlike `process_group.rank`, it works without the process group."""
+    """Return this process's rank. Unlike `process_group.rank`, this function works without a process group."""
     return int(os.environ.get("RANK", 0))

@@ -38,8 +38,8 @@ def start(
     Unless one of ALLOCATOR_SETTINGS is set, the CUDA allocator uses expandable segments, so that memory freed by one
     phase can hold larger blocks in the next one. bf16 matmuls accumulate in fp32.
 
-    Raises InputError for an unusable device and for --max-restarts on several nodes. Raises it on all ranks if their
-    device types or command lines differ. Raises torch's DistError if another rank does not arrive.
+    Raises InputError if the device is unusable, if --max-restarts is used on several nodes, or (on all ranks) if the
+    ranks' device types or command lines differ. Raises torch's DistError if another rank does not arrive.
     """
     refuse(
         local_world_size() < world_size() and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",

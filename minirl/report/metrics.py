@@ -161,7 +161,7 @@ def add_rewards(metrics: StepMetrics, functions: Collection[str], rewards: Tenso
     """Add the mean and std of the rewards from each of the K reward functions, as reward/NAME and reward/NAME/std.
 
     rewards: fp64 [P, G, K], the rewards of all groups. They are the same on every rank, so the numbers do not depend on
-    how rollouts are distributed. A NaN reward does not apply to its completion and is excluded.
+    how rollouts are distributed. NaN rewards, which do not apply to their completions, are excluded.
     """
     for name, values in zip(functions, rewards.flatten(0, 1).T, strict=True):
         _add_statistics(metrics, values, f"reward/{name}", f"reward/{name}/std")

@@ -212,7 +212,7 @@ class RunConfig:
         """Return the learning rate of the next optimizer step.
 
         After step `first_step`, the rate rises linearly to `peak` during the warm-up, then follows the schedule.
-        "linear" would reach 0 one update after the last. The position in the schedule is derived from the step,
+        The linear schedule would reach 0 one update after the last. The schedule position is derived from the step,
         so it stays the same if a resumed run changes the number of updates per step, and a finished warm-up does not
         repeat.
         """
