@@ -1,1 +1,1 @@
-"""Tasks with their rows and messages, tokenizers, and the prompt stream."""
+"""Tasks and their rows, messages, tokenizers, and the prompt stream."""

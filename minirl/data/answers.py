@@ -15,13 +15,14 @@ from minirl.data.chat_tokenizer import ChatTokenizer
 from minirl.data.messages import check_text
 from minirl.errors import refuse
 
-# Number of tokens before a turn to search for an open <think>. The turn's own message begins after a special token.
+# Number of tokens before a turn in which to search for an open <think>. Only those after the last special token count,
+# because the turn's message begins there.
 TAIL_TOKENS = 64
 _HERMES_TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 # A tool call in the format of Hermes, Qwen2.5 and Qwen3: {"name": ..., "arguments": {...}} between tags.
 _HERMES_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
-# A Hermes call in a chat template, where quotes and newlines may come in between. In other formats, a tag or a name
-# follows <tool_call>.
+# A Hermes call in a chat template, where quotes and newlines may follow the tag. In other formats, another tag or a
+# name follows <tool_call>.
 _SHOWN_HERMES_CALL = re.compile(r'<tool_call>[^<]{0,40}\{\s*\\?"(name|arguments)')
 
 
@@ -31,7 +32,7 @@ def parse_answer(tokenizer: ChatTokenizer, ids: Sequence[int], before: NDArray[n
     "tool_calls" is a list of {"type": "function", "function": {"name": ..., "arguments": {...}}}; "parse_error" says
     why the turn, or its first malformed call, cannot be parsed.
 
-    before: the token ids before the turn, int64 [L], which may have opened the reasoning. Raises InputError, naming
+    before: the token ids before the turn, int64 [L], which may end inside the reasoning. Raises InputError, naming
     the tokenizer's folder, if the model's tool-call format is unknown.
     """
     if not uses_hermes_format(tokenizer):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from minirl.data.task import Row, Task, exact_score
 
 CALL_TOKENS = ("<calc>", "</calc>")
-# A call, its result and an answer take 23 tokens.
+# A call, its result and an answer take at most 23 tokens.
 MAX_NEW_TOKENS = 32
 # Fraction of warm-start examples whose first turn calls the calculator; the others answer directly.
 CALL_FREQUENCY = 0.05

@@ -31,8 +31,9 @@ _MARK = "minirlmark{}end"
 class ChatTokenizer(Tokenizer):
     """A model's tokenizer that also encodes prompts and appended messages.
 
-    chat: whether text prompts go through the chat template, as one user message. tools: JSON schemas of the tools shown
-    in prompts. chat_stop_ids: `stop_ids` plus the token that the chat template writes after an assistant message.
+    chat: whether text prompts go through the chat template, as one user message. tools: JSON schemas of the tools
+    that prompts include. chat_stop_ids: `stop_ids` plus the token that the chat template writes after an assistant
+    message.
     vocab_size: number of rows in the model's embedding.
     """
 
@@ -47,8 +48,8 @@ class ChatTokenizer(Tokenizer):
     ):
         """Load a model folder's tokenizer.
 
-        template_arguments: extra arguments for the chat template; see `check_arguments`. vocab_size: None for the
-        tokenizer's largest id + 1. Raises InputError as `Tokenizer` and `tool_schemas` do.
+        template_arguments: extra arguments for the chat template; see `check_arguments`. vocab_size: None means the
+        tokenizer's largest id + 1. Raises InputError under the same conditions as `Tokenizer` and `tool_schemas`.
         """
         super().__init__(folder)
         self.chat = chat
@@ -60,7 +61,10 @@ class ChatTokenizer(Tokenizer):
             self.chat_stop_ids |= self._turn_end_ids()
 
     def with_tools(self, tools: Sequence[Tool] | None) -> Self:
-        """Return a copy whose prompts show these tools, or self for None. Raises InputError as `tool_schemas` does."""
+        """Return a copy whose prompts include these tools, or self if `tools` is None or unchanged.
+
+        Raises InputError under the same conditions as `tool_schemas`.
+        """
         if tools is None or tools == self.tools:
             return self
         tokenizer = copy.copy(self)
@@ -68,7 +72,7 @@ class ChatTokenizer(Tokenizer):
         return tokenizer
 
     def is_chat(self, prompt: Prompt) -> bool:
-        """Whether a prompt goes through the chat template. True for token ids, which may come from it."""
+        """Whether a prompt goes through the chat template. True for token ids, which the template may have written."""
         return self.chat or not isinstance(prompt, str)
 
     def stop_ids_of(self, prompt: Prompt) -> frozenset[int]:
@@ -76,7 +80,7 @@ class ChatTokenizer(Tokenizer):
         return self.chat_stop_ids if self.is_chat(prompt) else self.stop_ids
 
     def notes(self, prompt: str | Messages) -> list[str]:
-        """Return notes for the log on a missing EOS token or unusual stop tokens, given one of the prompts."""
+        """Return notes for the log about a missing EOS token or unusual stop tokens, given one of the prompts."""
         notes = []
         if self.eos_ids and not self.is_chat(prompt):
             ends = self.backend.decode(self.eos_ids)
@@ -100,7 +104,7 @@ class ChatTokenizer(Tokenizer):
         return next(self.encode_all([row]))
 
     def encode_all(self, rows: Sequence[Row]) -> Iterator[list[int]]:
-        """Yield the token ids of each row's prompt, rendered with the row's tools or else with the run's.
+        """Yield the token ids of each row's prompt. Chats include the row's tools or else the run's.
 
         Text prompts begin with exactly one BOS token and never end with EOS, because the completion continues them.
         Chat prompts have only the special tokens that the chat template writes. Raises InputError, naming the row, if
@@ -187,9 +191,10 @@ class ChatTokenizer(Tokenizer):
         The ids begin where the sampled message ends. That message is never rendered, because the template might render
         it differently (`render_after_answer`).
 
-        end_id: the sampled message's last id if the model ended it, None if it was truncated. If the template closes an
-        assistant message with this id, the ids up to it are not repeated. Raises InputError, naming `origin` and the
-        tokenizer's folder, if the last message is the assistant's or the template rejects or does not show a message.
+        end_id: the sampled message's last id if the model ended the message, None if it was truncated. If the template
+        closes an assistant message with this id, the ids up to it are not repeated. Raises InputError, naming `origin`
+        and the tokenizer's folder, if the last message is the assistant's or the template rejects or does not show a
+        message.
         """
         refuse(
             messages[-1]["role"] == "assistant",
@@ -211,7 +216,7 @@ class ChatTokenizer(Tokenizer):
         """Return the chat template's text after an assistant message: these messages and the start of the next one.
 
         It renders a user message, a one-word assistant message and these messages, and returns the text after the word.
-        Raises InputError, naming `origin`; also if the template does not show the word.
+        Raises InputError, naming `origin`, if the template rejects the conversation or does not show the word.
         """
         conversation = [
             {"role": "user", "content": "a"},
@@ -228,10 +233,11 @@ class ChatTokenizer(Tokenizer):
         return after
 
     def render_checked(self, messages: Messages, origin: str, *, is_prompt: bool) -> str:
-        """Render messages with the chat template. Raises InputError, also if it drops a message, tool call or tool.
+        """Render messages with the chat template, and check that every message, tool call and tool appears.
 
-        Templates silently drop tools and unknown roles. To detect this, the messages are also rendered with marks in
-        place of their texts, and every mark must appear.
+        Raises InputError if any of them is missing, or if the template rejects the messages. Some templates silently
+        drop tools and unknown roles. To detect this, the messages are also rendered with marks in place of their texts,
+        and every mark must appear.
         """
         text = self.render(messages, origin, is_prompt=is_prompt)
         marked, tools, marks = replace_with_marks(messages, self.tools)
@@ -252,7 +258,7 @@ class ChatTokenizer(Tokenizer):
         continues = is_prompt and messages[-1]["role"] == "assistant"
         try:
             return self.backend.apply_chat_template(
-                # A tool result may be a list.
+                # Templates expect text, but a tool result may be a list.
                 [{**message, "content": str(message["content"])} for message in messages],
                 tools=self.tools or None,
                 tokenize=False,
@@ -286,7 +292,7 @@ class ChatTokenizer(Tokenizer):
             )
 
     def _turn_end_ids(self) -> set[int]:
-        """Return the id of the special token that the chat template writes after an assistant message.
+        """Return a set with the id of the special token that the chat template writes after an assistant message.
 
         The set is empty if there is no such token, or if the template writes one of `stop_ids` there.
         """

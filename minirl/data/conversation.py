@@ -60,7 +60,8 @@ def completion_messages(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
 def rollout_messages(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
     """Return the conversation of a rollout's last branch in TRL's format; [] if the branch begins with token ids.
 
-    Messages contain no special tokens. If there are tools, an assistant message of one turn also has its tool calls.
+    Messages contain no special tokens. If there are tools, an assistant message that is exactly one turn includes
+    its tool calls.
     """
     branch_prompt = rollout.episode.prompt
     if branch_prompt is None or is_token_ids(branch_prompt):

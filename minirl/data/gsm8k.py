@@ -1,9 +1,9 @@
 """GSM8K, grade-school maths (arXiv:2110.14168), from rows with the fields `question` and `answer`.
 
-The reward is the strict score: the number after the last "####" must equal the reference's. The dataset's own pattern
-finds it, `#### (-?[0-9.,]+)`, with an optional $. Text after the number is ignored ("40%" is 40); a number after a
-plus, a Unicode minus or markup is not found. The flexible score uses the completion's last number, with any sign. It is
-only logged: before a model has learnt the format, the two scores differ widely.
+The reward is the strict score: the number after the last "####" must equal the reference answer. The pattern is
+the dataset's own, `#### (-?[0-9.,]+)`, plus an optional $. Text after the number is ignored ("40%" is 40); a number
+after a plus, a Unicode minus or markup does not match. The flexible score uses the completion's last number, with any
+sign. It is only logged: before a model has learnt the format, the two scores differ widely.
 
 Both parse the number as a whole: "1/2" is 0.5 and "1.5e3" is 1,500, but "10-12" is not a number, nor is "2,3", since
 commas separate thousands.
@@ -31,12 +31,12 @@ _NUMBER = re.compile(
 
 
 def strict_answer(text: str) -> float | None:
-    """Return the number after the last "####" that precedes a digit, or None if the number is malformed."""
+    """Return the number after the last "####" that precedes a digit, or None if there is no valid number."""
     return _last_number(rf"####\s*(-?\$?{_DIGITS})", text)
 
 
 def flexible_answer(text: str) -> float | None:
-    """Return the last number in the text, or None if there are no digits or the last ones are not a number."""
+    """Return the last number in the text, or None if there are no digits or the last ones do not form a number."""
     return _last_number(rf"(?:(?<!\w)[-+\u2212$]{{1,2}})?{_DIGITS}", text)
 
 

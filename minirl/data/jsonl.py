@@ -1,4 +1,4 @@
-"""Tasks from data files such as JSONL, whose rows have a prompt. All rows are checked before the run starts."""
+"""Tasks from data files, such as JSONL, in which each row has a prompt. All rows are checked before the run starts."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -9,12 +9,12 @@ from minirl.data.messages import read_prompt
 from minirl.data.task import EPISODE_ARGUMENTS, STANDARD_ARGUMENTS, Row, Task
 from minirl.errors import InputError, refuse
 
-# Whitespace, and the UTF-8 byte order mark that may begin a file.
+# Whitespace, and the UTF-8 byte order mark, which may come first in a file.
 BLANK = b" \t\r\n\xef\xbb\xbf"
 
 
 def load_jsonl_task(data: str, eval_data: Sequence[str]) -> Task:
-    """Load a task without reward functions. Prompts are texts or chats; rows of `eval_data` are held out."""
+    """Load a task without reward functions. Prompts are text or messages; the rows of `eval_data` are held out."""
     return Task(
         name="jsonl",
         train_rows=read_rows(data, _to_row),
@@ -27,7 +27,8 @@ def load_jsonl_task(data: str, eval_data: Sequence[str]) -> Task:
 def _to_row(fields: dict[str, Any], origin: str) -> Row:
     """Convert an object with a "prompt", and optionally "tools", to a row; its other fields become columns.
 
-    Raises InputError, naming the origin; also for a column named like a reward-function argument.
+    Raises InputError, naming the origin, if the prompt is invalid or a column has a name that is reserved for an
+    argument of reward functions.
     """
     refuse(
         not isinstance(fields.get("prompt"), str | list),
@@ -80,7 +81,7 @@ def _json_objects(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object's fields. Raises InputError for a repeated name, because `json` would drop one."""
+    """Return an object's fields. Raises InputError for a repeated name, because `json` would keep only the last."""
     fields = dict(pairs)
     refuse(len(fields) < len(pairs), f"a field is repeated: {list(fields)}")
     return fields

@@ -65,7 +65,7 @@ def _read_call(call: Any) -> dict[str, Any]:
 
 
 def read_prompt(prompt: Any, origin: str) -> str | Messages:
-    """Validate a prompt: non-blank text, or messages for `read_message`. Raises InputError."""
+    """Return a validated prompt: non-blank text, or messages normalized by `read_message`. Raises InputError."""
     if isinstance(prompt, list) and prompt:
         return [read_message(message, f"{origin}, message {i}") for i, message in enumerate(prompt, 1)]
     refuse(

@@ -25,8 +25,8 @@ class PromptStream:
     prompt_ordinal). Prompts are tokenized when they are drawn.
 
     longest_prompt: length of the longest prompt in tokens. row_index: maps a prompt_ordinal to the index of its row in
-    an epoch. A curriculum sets another function, which must return the same index as long as a prompt is in use:
-    throughout a step, and after a resume.
+    an epoch. A curriculum replaces this function with one that must return the same index as long as a prompt is in
+    use: throughout a step, and after a resume.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class PromptStream:
         caller's notes on the rows, for the log.
 
         Skips prompts that leave fewer than `max_new_tokens` tokens for the completion. Raises InputError, naming the
-        rows and flags, if a row is invalid or no row is left.
+        rows and flags, if a row is invalid or no row remains.
         """
         self.tokenizer = tokenizer
         self.purpose = purpose
@@ -93,8 +93,8 @@ class PromptStream:
         """Return this rank's requests for these prompts.
 
         Not collective. Each prompt has a group of `group_size` requests, followed by `num_greedy` greedy ones. A rank
-        gets whole groups: it prefills a prompt once and has everything that a reward may compare. Ordinals are assigned
-        to ranks round-robin, so that the ranks stay balanced even if each call is for one prompt.
+        gets whole groups, so it prefills a prompt once and has all the rollouts that a reward may compare. Ordinals are
+        assigned to ranks round-robin, so that the ranks stay balanced even if each call is for one prompt.
         """
         requests = []
         for prompt_ordinal in ordinals:
@@ -121,9 +121,9 @@ class PromptStream:
     ) -> Request:
         """Return the request for a later branch of a rollout. `first` is the request of its first branch.
 
-        Its `max_new_tokens` is less than 1 if the prompt is too long. tools: the tools that a chat prompt shows; None
-        for the tokenizer's. Raises InputError, naming `origin`, for an unusable prompt and for tools that the chat
-        template does not show or whose calls cannot be parsed.
+        The returned `max_new_tokens` is less than 1 if the prompt is too long. tools: the tools that a chat prompt
+        includes; None means the tokenizer's tools. Raises InputError, naming `origin`, for an unusable prompt and for
+        tools that the chat template does not show or whose calls cannot be parsed.
         """
         origin = f"{origin}: branch(...)"
         if is_token_ids(prompt):
@@ -173,7 +173,7 @@ class PromptStream:
         return _shuffled_order(self.num_prompts, self.seed, epoch)[position]
 
     def _note_on_long_prompts(self, rows: Sequence[Row], lengths: Sequence[int]) -> str:
-        """Return a note about rows whose prompts are too long. Raises InputError if all are."""
+        """Return a note about rows whose prompts are too long. Raises InputError if all rows are skipped."""
         limit = self.max_tokens - self.max_new_tokens
         refuse(
             min(lengths) > limit,
@@ -197,7 +197,7 @@ def _shuffled_order(num_rows: int, seed: int, epoch: int) -> "array[int]":
 
 
 def _read_row(row: Row) -> Row:
-    """Return a row with a validated prompt, since scripts make rows too. Raises InputError, naming the row."""
+    """Return a row with a validated prompt, because scripts may create rows too. Raises InputError, naming the row."""
     if isinstance(row.prompt, str):
         return row
     return dataclasses.replace(row, prompt=read_prompt(row.prompt, f"{row.origin}: the prompt"))

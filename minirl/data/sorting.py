@@ -1,4 +1,4 @@
-"""An embedded task: sort a string of 4 to 8 digits. Held-out strings are new to the model, since over 10^8 exist."""
+"""An embedded task: sort a string of 4 to 8 digits. Over 10^8 strings exist, so held-out ones are new to the model."""
 
 import random
 
@@ -7,7 +7,7 @@ from minirl.data.task import Row, Task, exact_score
 ALPHABET = "0123456789="
 MIN_DIGITS = 4
 MAX_DIGITS = 8
-# 1 if a completion is exactly the sorted string, else 0.
+# The reward is 1 if a completion is exactly the sorted string, else 0.
 score = exact_score(str)
 
 

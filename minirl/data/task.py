@@ -10,16 +10,16 @@ from typing import Any
 
 from minirl.data.messages import Messages
 
-# See `rewards.functions` for its arguments and return value.
+# A function that rewards completions; see `rewards.functions` for its arguments and return value.
 RewardFunction = Callable[..., Any]
-# Arguments that every reward function gets; the others are named after data columns.
+# Arguments that every reward function can take. All arguments outside these two lists are named after data columns.
 STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
-# Passed only to reward functions that name them. No data column may have one of these six names.
+# Passed only to reward functions that name them. No data column may have a name from either list.
 EPISODE_ARGUMENTS = ("episodes", "environments", "rollouts")
 
 
 def exact_score(answer_of: Callable[[str], Any]) -> RewardFunction:
-    """Return a reward function: 1 if the completion's answer equals the column `answer`, else 0."""
+    """Return a reward function that gives 1 if the completion's answer equals the column `answer`, else 0."""
 
     def score(completions: Sequence[str | Messages], answer: Sequence[Any]) -> list[float]:
         # For a chat prompt, a completion is a list of one message.
@@ -38,7 +38,7 @@ class Row:
     columns: Mapping[str, Any]
     # Source of the row, "file:line" or "source row N", for error messages and logs.
     origin: str
-    # JSON schemas of the tools that a chat prompt shows; None for the run's tools.
+    # JSON schemas of the tools that a chat prompt includes; None means the run's tools.
     tools: list[dict[str, Any]] | None = None
 
 
@@ -48,14 +48,15 @@ class Task:
 
     name: str
     train_rows: Sequence[Row]
-    # Held-out rows per file; may be empty.
+    # Held-out rows, keyed by file; may be empty.
     eval_sets: Mapping[str, Sequence[Row]]
     rewards: Mapping[str, RewardFunction]
-    # Default of --max-new-tokens: enough for an answer.
+    # Default for --max-new-tokens: long enough for an answer.
     max_new_tokens: int
     # Scores that are logged but not trained on.
     extra_scores: Mapping[str, RewardFunction] = field(default_factory=dict)
-    # Extracts a completion's answer for majority voting; returns None if it has none. Equal answers get equal rewards.
+    # Extracts a completion's answer for majority voting; returns None if there is no answer. Equal answers get equal
+    # rewards.
     answer_of: Callable[[str], Any] | None = None
-    # Prompts with an "answer" that warm-start the embedded model; only embedded tasks have them.
+    # Rows with a column "answer" for the warm start of the embedded model; only embedded tasks have such rows.
     warm_start_rows: Sequence[Row] = ()

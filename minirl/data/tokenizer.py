@@ -1,4 +1,4 @@
-"""A model folder's tokenizer: text to token ids and back.
+"""A model folder's tokenizer, which converts text to token ids and back.
 
 Both directions are exact for parts of a sequence, which tokenizers alone do not guarantee: SentencePiece writes a space
 before each text and drops the first space that it decodes.
@@ -22,7 +22,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 # Texts to prepend before tokenizing other texts. An anchor cannot be used if a token spans its end.
 ANCHORS = ("\n", "a", "0", ".")
 DECODED_ANCHOR = "a"
-# Decoders write this for invalid UTF-8, and `decode` for an id without a token.
+# Decoders write this for invalid UTF-8; `decode` also writes it for an id without a token.
 _REPLACEMENT = "\ufffd"
 # Number of tokens to decode beyond those that a stop string can span: the tail's first token may decode differently
 # (without its space), and some text appears only with the next token.
@@ -30,11 +30,11 @@ _MARGIN = 4
 
 
 class Tokenizer:
-    """Text to token ids and back.
+    """Converts text to token ids and back.
 
     stop_ids: the ids of the stop tokens, from the model's files. known_ids: the ids that have a token; there may be
-    gaps, because a model may have embeddings without a token. bos_ids, eos_ids: the special tokens that the tokenizer
-    adds around a text.
+    gaps, because a model may have embeddings without a token. bos_ids, eos_ids: the ids of the special tokens that
+    the tokenizer adds before and after a text.
     """
 
     def __init__(self, folder: Path):
@@ -84,7 +84,7 @@ class Tokenizer:
 
     def with_bos(self, ids: list[int]) -> list[int]:
         """Prepend the BOS token to the ids of a text, unless they already begin with it."""
-        has_bos = ids[: len(self.bos_ids)] == self.bos_ids  # the text spells it out
+        has_bos = ids[: len(self.bos_ids)] == self.bos_ids  # the text spells out the BOS token
         return ids if has_bos else self.bos_ids + ids
 
     def encode_appended(self, text: str, origin: str) -> list[int]:
@@ -107,7 +107,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int] | NDArray[np.int64], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ids (array [L] or list) that follow other ids, with or without special tokens.
 
-        It is the text of the whole sequence minus the text before these ids, so it keeps its leading space. An id
+        The result is the text of the whole sequence minus the text before these ids, so a leading space is kept. An id
         without a token (a model's vocabulary may be padded) becomes U+FFFD; otherwise a wrong completion could get the
         reward of a correct one.
         """
@@ -153,11 +153,11 @@ def is_stop_string(value: Any) -> bool:
 
 
 class StopStrings:
-    """A `rollouts.StopTest`: whether the last sampled token completes one of these strings.
+    """A `rollouts.StopTest` that checks whether the last sampled token completes one of these strings.
 
     A string may begin and end inside a token; the token that completes it is the turn's last and is kept whole. The
-    text of a turn includes special tokens ("<|im_end|>" can be a stop string) and all spaces. Only its tail is decoded:
-    every token adds at least one byte, so a string of n bytes spans at most n tokens.
+    text of a turn includes special tokens ("<|im_end|>" can be a stop string) and all spaces. Only the text's end is
+    decoded: every token adds at least one byte, so a string of n bytes spans at most n tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]):
@@ -173,7 +173,7 @@ class StopStrings:
     def __call__(self, turns: Sequence[list[int]]) -> list[bool]:
         """Return, for each turn, whether its last token completes a string.
 
-        turns: per turn, its ids or only the last `max_tokens` of them.
+        turns: each turn's ids, or only the last `max_tokens` of them.
         """
         return [self.find_stop_string(ids) is not None for ids in turns]
 

@@ -4,10 +4,10 @@ A step's groups depend on the prompts, the rollout lengths and the rewards, but 
 number of ranks and in every run.
 
 With `max_staleness`, a rollout may continue in a later step, under new weights. All in-flight rollouts then decode in
-rounds of a few tokens each. The step ends after the first round that completes enough groups, and takes the first ones
-in prompt order. It does not wait for slow rollout functions or rewards, so its groups may depend on timing. Rollouts
-are in flight until a step takes them, even when they are complete. A checkpoint stores the ordinals of their prompts,
-which start over after a resume.
+rounds of a few tokens each. The step ends after the first round that completes enough groups, and takes the first of
+them in prompt order. The step does not wait for slow rollout functions or rewards, so its groups may depend on timing.
+Rollouts are in flight until a step takes them, even when they are complete. A checkpoint stores their prompts'
+ordinals; after a resume, these prompts start over.
 """
 
 import functools
@@ -27,8 +27,8 @@ from minirl.generation.engine import Engine
 from minirl.ranks.process_group import gather_objects
 from minirl.rewards.functions import RewardLike
 
-# A rollout samples at most this fraction of the maximum completion length per round, clamped to the limits. Shorter
-# rounds replace finished prompts sooner; longer rounds synchronize the ranks less often.
+# A rollout samples at most this fraction of the maximum completion length per round, clamped to ROUND_LIMITS.
+# Shorter rounds replace finished prompts sooner; longer rounds synchronize the ranks less often.
 ROUND_FRAC = 1 / 8
 ROUND_LIMITS = (4, 512)
 
@@ -61,11 +61,11 @@ class Collector:
 
         max_turns: maximum number of turns per episode (0 means MAX_TURNS).
         group_size: sampled rollouts per prompt, in addition to `num_greedy` greedy ones.
-        reward_weights: fp64 [K]; None gives each reward weight 1.
+        reward_weights: fp64 [K]; if None, each reward has weight 1.
         max_refills: number of times per step to replace groups whose first reward has zero variance with groups for new
-        prompts. After that, such groups fill the rest of the step. With None, they are never replaced.
+        prompts. After that, such groups fill the rest of the step. If None, they are never replaced.
         max_staleness: maximum number of steps between a rollout's first token and the step that trains on it. With 0,
-        each step trains only on rollouts that it began.
+        each step trains only on rollouts that began in that step.
         """
         self.engine = engine
         self.temperature = temperature
@@ -155,7 +155,7 @@ class Collector:
 
     def _ready_prompts(self) -> set[int]:
         """Return the in-flight prompts whose groups are complete and rewarded, across all ranks (collective)."""
-        # Groups that have just finished get the same grace period for rewards as functions get for replies.
+        # Wait for the rewards of newly finished groups for as long as a round waits for the functions' replies.
         deadline = time.monotonic() + self._runner.reply_wait_s
         while self._queue.is_busy and (remaining_s := deadline - time.monotonic()) > 0:
             self._queue.poll(remaining_s)

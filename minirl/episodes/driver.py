@@ -44,9 +44,9 @@ Reply = TurnRequest | InputError | None
 
 @dataclass(frozen=True)
 class UserRollout:
-    """The rollout function of --rollout, --tools or --environment.
+    """The rollout function from --rollout, --tools or --environment.
 
-    tools: JSON schemas of the tools that it calls. gives_reward: whether the environment has `get_reward`.
+    tools: JSON schemas of the tools that the function may call. gives_reward: whether the environment has `get_reward`.
     """
 
     function: RolloutFunction
@@ -173,7 +173,7 @@ class Driver:
         turn.num_tokens, turn.finish_reason = num_tokens - turn.start, sequence.finish_reason
         self.episode.add_turn(turn)
         turn.tokens.sequence = replace(sequence, finish_reason=self.branch.finish_reason)
-        if not self._turn_future.done():  # if it is, the task was cancelled and its error follows
+        if not self._turn_future.done():  # else the task was cancelled and will report its error
             self._turn_future.set_result(turn)
         return True
 
@@ -186,7 +186,8 @@ class Driver:
     def cancel(self) -> None:
         """Cancel the function at its `await`, unless it is already cleaning up.
 
-        Its `finally` runs in the next slice of the event loop, and the function sends no further reply.
+        The function's `finally` block runs in the next slice of the event loop, and its replies are ignored from now
+        on.
         """
         if not self.episode.is_closed:
             self.episode.is_closed = True
@@ -195,8 +196,9 @@ class Driver:
     def rollout(self, finish_reason: str | None, rewards: Mapping[str, float | None]) -> Rollout:
         """Return the rollout up to the end of the last turn. Raises InputError for an episode without turns.
 
-        finish_reason: finish reason of the rollout and of its last requested branch; None means the last turn's. All
-        other branches keep the finish reason of their own last turn. rewards: all rewards, keyed by name.
+        finish_reason: finish reason of the rollout and of the branch whose turn was requested last; None means that of
+        the last turn. All other branches keep the finish reason of their own last turn. rewards: all rewards, keyed by
+        name.
         """
         episode = self.episode
         branches = [branch for branch in episode.branches if branch.turns]
@@ -263,7 +265,7 @@ class Driver:
             event_loop().stop()
 
     def _tokenize_prompt(self, branch: Branch) -> bool:
-        """Tokenize the prompt of a branch that the function began; return False if it leaves no room for a turn."""
+        """Tokenize the prompt of a branch that the function began; return False if the prompt leaves no room."""
         request = self._prompts.branch_request(
             branch.request, branch.number, branch.prompt, self.origin, tools=branch.tools
         )
@@ -292,7 +294,7 @@ class Driver:
 
 @functools.cache
 def make_stop_test(tokenizer: Tokenizer, strings: tuple[str, ...]) -> StopStrings:
-    """Return the stop test for these strings. All turns that use them share it; the engine runs it once per step."""
+    """Return the stop test for these strings. Turns with equal strings share it; the engine runs it once per step."""
     return StopStrings(tokenizer, strings)
 
 

@@ -47,8 +47,9 @@ class TurnRequest:
 
     after: text, token ids or, between turns of a chat, messages as `read_message` returns them. Tool results may have
     non-text content, which the chat template gets as text and reward functions get unchanged.
-    stop: strings that end the turn, like the model's stop tokens. The token that completes a stop string is kept whole.
-    max_tokens: maximum number of tokens to sample; None for as many as fit.
+    stop: strings that end the turn, as the model's stop tokens do. The token that completes a stop string is kept
+    whole.
+    max_tokens: maximum number of tokens to sample; None means as many as fit.
     branch: index of the episode's branch.
     """
 
@@ -77,9 +78,9 @@ class TurnRequest:
 
 @dataclass(slots=True)
 class BranchTokens:
-    """The tokens of a branch up to the end of its last turn, and its finish reason if no further turn follows.
+    """The tokens of a branch up to the end of its last turn, and the branch's finish reason if no further turn follows.
 
-    The branch and its turns share one object, so that memory holds the tokens once per branch, not once per turn.
+    The branch and its turns share one object, so that the tokens are stored once per branch, not once per turn.
     """
 
     sequence: SampledSequence = field(init=False)
@@ -89,7 +90,7 @@ class BranchTokens:
 class Turn(TurnRecord):
     """A turn that a function requested: appended tokens, then sampled ones.
 
-    tokens: its branch's tokens. number: its position in the episode, starting at 1.
+    tokens: the tokens of the turn's branch. number: the turn's position in the episode, starting at 1.
     """
 
     tokenizer: ChatTokenizer
@@ -113,7 +114,7 @@ class Turn(TurnRecord):
 
     @functools.cached_property
     def message(self) -> dict[str, Any]:
-        """The parsed message: its content, and reasoning and tool calls if any; see `data.answers`.
+        """The parsed message: its content and, if present, its reasoning and tool calls; see `data.answers`.
 
         Raises InputError if the model's tool-call format is unknown.
         """
@@ -138,7 +139,7 @@ class Branch:
     """A prompt and the turns that follow it, in a running episode. The finished branch becomes a `SampledSequence`.
 
     number: its index among the episode's branches. turns: its finished turns. tools: JSON schemas of the tools in its
-    prompt; None for the run's tools.
+    prompt; None means the run's tools.
 
     The driver sets three more fields. request: the engine request without sampled tokens; its prompt is empty until the
     first turn of a branch that the function began. request_turn: async function that samples a turn. engine_tokens: the
@@ -165,7 +166,7 @@ class Branch:
 
     @property
     def remaining_tokens(self) -> int:
-        """The number of tokens, sampled or appended, that still fit."""
+        """The number of tokens, sampled or appended, that still fit into the branch."""
         return self.request.max_new_tokens - self.num_tokens
 
     @property
@@ -178,8 +179,8 @@ class Branch:
         """The conversation so far: the prompt, the assistant messages, and the appended messages.
 
         A text prompt becomes a user message. An assistant message is all text, sampled or appended, between two
-        other messages, without special tokens. If it continues the prompt's last message, it is merged into that one.
-        Raises InputError if the prompt is a list of token ids.
+        other messages, without special tokens. If it continues the prompt's last message, the two are merged. Raises
+        InputError if the prompt is a list of token ids.
         """
         refuse(
             is_token_ids(self.prompt),
@@ -207,8 +208,8 @@ class Branch:
         """Append `after`, sample a turn, and return the finished turn. See `TurnRequest`.
 
         after: may also be a single message; None appends nothing. If `after` leaves no room, or the episode reaches a
-        limit, the episode ends and its function is cancelled here. Raises InputError for an invalid argument, naming
-        it; also after `end`, and while another turn of the episode is being sampled.
+        limit, the episode ends and its function is cancelled at this `await`. Raises InputError for an invalid
+        argument, a call after `end`, or a call while another turn of the episode is being sampled.
         """
         strings = tuple(stop) if isinstance(stop, list | tuple) else (cast(str, stop),)
         appended = "" if after is None else _read_after(after)
@@ -218,12 +219,13 @@ class Branch:
 class Episode:
     """One rollout while its function runs.
 
-    branches: all branches, in order of their numbers. The first one begins with the row's prompt; the episode also
+    branches: all branches, ordered by number. The first one begins with the row's prompt; the episode also
     exposes that branch's `generate`, `turns`, `messages`, `tokens`, `prompt`, `prompt_ids` and `remaining_tokens`.
     row: a copy of the data row. seed: seed for all randomness in this episode, the same in every run.
     tools: JSON schemas of the tools in the prompt. is_chat: whether the chat template rendered the prompt.
     temperature: sampling temperature of all turns. num_turns: number of finished turns in all branches.
-    given_rewards: rewards given so far and, at the end, returned; keyed by name. None if a reward does not apply.
+    given_rewards: the rewards so far, keyed by name; once the function ends, also those that it returned. None if a
+    reward does not apply.
     end_reason: the argument to `end`, if it was called. is_closed: whether the function has ended or was cancelled.
     environment: the --environment object, or any object that the function sets; reward functions get it.
     """
@@ -281,8 +283,8 @@ class Episode:
         """Begin another branch with its own prompt: text, messages or token ids.
 
         Each branch is a separate training sample with the rollout's advantage; a rollout's branches share its weight in
-        the loss. tools: JSON schemas of the tools in a prompt of messages; None for the run's. Raises InputError for
-        an invalid prompt.
+        the loss. tools: JSON schemas of the tools in a prompt of messages; None means the run's tools. Raises
+        InputError for an invalid prompt.
         """
         if not is_token_ids(prompt):
             prompt = read_prompt(prompt, "branch(...): the prompt")
@@ -299,7 +301,7 @@ class Episode:
         return branch
 
     def reward(self, value: float, name: str = REWARD) -> None:
-        """Add a value to one of the rollout's rewards. Raises InputError for an invalid value and after the end."""
+        """Add a value to one of the rollout's rewards. Raises InputError for an invalid value or an ended episode."""
         origin = f"episode.reward, for the row at {self.row.origin}:"
         refuse(
             self.is_closed, f"{origin} the episode has ended; give rewards before `await episode.generate()`"
@@ -337,7 +339,8 @@ def checked_reward(value: Any, what: str) -> float:
     return checked
 
 
-# It returns a dict of rewards (None where one does not apply), a number (the reward named "reward"), or None.
+# A rollout function returns a dict of rewards (None where a reward does not apply), a number (the reward named
+# "reward"), or None.
 RolloutFunction = Callable[[Episode], Coroutine[Any, Any, Any]]
 
 

@@ -60,7 +60,8 @@ class PromptsInFlight:
             prompts 12 to 16, begun in step 4     1 later step can take 4 of all 7: take 3 now
             prompts begun in step 5               none expires, so the step must take 10, 11 and 12
 
-        Raises InputError if more than `num_groups` expire, because this step is smaller than earlier ones.
+        Raises InputError if more than `num_groups` expire, which happens only if this step is smaller than earlier
+        ones.
         """
         ordinals = sorted(ordinal for ordinal, step in self.start_steps.items() if step < self.num_steps)
         num_expiring = 0

@@ -11,7 +11,8 @@ The life of a rollout:
    the function is cancelled, and the turns so far become the rollout, with the limit as the finish reason.
 6. When the last rollout of a prompt has ended, the whole group enters the reward queue, from which a step takes it.
 7. An invalid request raises InputError in the function. The run fails if a function raises, exceeds its time limit or
-   returns anything but rewards: RolloutError names the function, row and turn, and all other functions are cancelled.
+   returns anything but rewards; its RolloutError names the function, row and turn, and all other functions are
+   cancelled.
 8. With `max_staleness`, a step decodes in rounds, each with a token budget per rollout. A rollout that has used its
    budget pauses until the next round. A round waits only briefly for functions that are still working, for example on
    a tool call.
@@ -38,13 +39,13 @@ from minirl.rewards.functions import RewardLike
 from minirl.rewards.reward_queue import RewardedRollouts, RewardQueue
 from minirl.rollouts import Request, Rollout, RolloutId
 
-# Maximum time to wait for replies while there is nothing to decode, before reward calls are polled.
+# Maximum time (s) to wait for replies while there is nothing to decode, before reward calls are polled.
 IDLE_WAIT_S = 0.05
-# The turn limit without --max-turns, because some agents would never stop.
+# The turn limit if --max-turns is not set. Without any limit, some agents would never stop.
 MAX_TURNS = 1000
 # Prefix of a tool result that is an error, in TRL and in `tool_loop`.
 TOOL_ERROR = "{'error': "
-# Time that functions have to clean up when the run ends.
+# Time (s) for functions to clean up when the run ends.
 CLEANUP_S = 1.0
 
 
@@ -79,7 +80,7 @@ class EpisodeRunner:
         self._prompts = prompts
         self._max_turns = max_turns or MAX_TURNS
         self.queue = RewardQueue(functions, prompts, call_timeout=call_timeout)
-        # Names of the rewards that each episode must give; they are 0 if a limit ends the episode before it gives them.
+        # Names of the rewards that each episode must give. If a limit ends an episode, the missing ones are 0.
         self._reward_names = self.queue.episode_rewards
         self.counts: Counter[str] = Counter()
         # All open episodes, keyed by the id of their first branch, in the order in which they began.
@@ -90,7 +91,7 @@ class EpisodeRunner:
         self._working_since: dict[Driver, float] = {}
         self._step_ended_at = 0.0
         self._replies: list[tuple[Driver, Reply]] = []
-        # Tasks of functions that have not returned, including those still cleaning up after their episode's end.
+        # Tasks of functions that have not returned, including those still cleaning up after their episodes ended.
         self._tasks: set[asyncio.Task[None]] = set()
         # Each prompt's open episodes, and the rollouts of its finished episodes until the group is complete.
         self._groups: defaultdict[int, list[Driver]] = defaultdict(list)
@@ -119,8 +120,9 @@ class EpisodeRunner:
         A group enters the queue when its last episode ends. With a budget, the round also ends when there is nothing to
         decode and no function has replied for `reply_wait_s`.
 
-        Raises InputError as `Engine.submit` does, and RewardError. Raises RolloutError, naming the function, row and
-        turn, if the function fails or does not catch the error for an invalid request.
+        Raises InputError under the same conditions as `Engine.submit`, and RewardError if a reward call fails. Raises
+        RolloutError, naming the function, row and turn, if the function fails or does not catch the error for an
+        invalid request.
         """
         for driver in self._drivers.values():
             driver.budget = budget
@@ -174,7 +176,7 @@ class EpisodeRunner:
             event_loop().run_slice(0.01)
 
     def _submit_turns(self, weight_version: int) -> None:
-        """Submit the turns that need not wait. A group's first turns are submitted together, to share one prefill."""
+        """Submit all turns that can run now. A group's first turns are submitted together, to share one prefill."""
         requests = []
         waiting, self._waiting = self._waiting, []
         for driver in waiting:
@@ -265,8 +267,9 @@ class EpisodeRunner:
     def _end_episode(self, driver: Driver, finish_reason: str | None, *, has_returned: bool = False) -> None:
         """End an episode after its last turn, and queue its group if the group is now complete.
 
-        finish_reason: None means the last turn's. has_returned: whether the function returned before any limit. Raises
-        InputError for an episode without turns, and for missing or unknown rewards.
+        finish_reason: the rollout's finish reason; None means that of its last turn. has_returned: whether the function
+        returned before the episode reached a limit. Raises InputError for an episode without turns, and for missing or
+        unknown rewards.
         """
         given_rewards = driver.episode.given_rewards
         rollout = driver.rollout(finish_reason, dict.fromkeys(self._reward_names, 0.0) | given_rewards)
@@ -289,8 +292,8 @@ class EpisodeRunner:
 def check_rewards(given_rewards: Collection[str], required_rewards: Collection[str], origin: str) -> None:
     """Raise InputError if a required reward is missing, or if the run uses no episode rewards but some were given.
 
-    given_rewards: names of the rewards that an episode gave or returned. required_rewards: names of those that the run
-    uses.
+    given_rewards: names of the rewards that an episode gave or returned. required_rewards: names of the rewards
+    that the run uses.
     """
     refuse(
         not all(isinstance(name, str) for name in given_rewards),

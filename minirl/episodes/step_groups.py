@@ -63,7 +63,7 @@ class Selection:
 
     remaining: this rank's rollouts that later steps may select.
     num_missing: number of groups still to collect (zero-variance groups do not count); negative if there is a surplus.
-    num_zero_variance: number of groups whose first reward has zero variance, if such groups are replaced.
+    num_zero_variance: number of groups whose first reward has zero variance; 0 if such groups are not replaced.
     ended_prompts: ordinals of the prompts whose groups were selected or dropped.
     """
 

@@ -1,4 +1,4 @@
-"""Read rows from Parquet files, dataset folders and Hub datasets with `datasets`: `pip install -e '.[data]'`."""
+"""Read rows from Parquet files, dataset folders and Hub datasets with `datasets` (`pip install -e '.[data]'`)."""
 
 import os
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ def dataset_objects(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each row's origin, "source row N", and its fields as Python values.
 
     source: a Parquet file, or NAME[:CONFIG[:SPLIT]], where NAME is a folder or a Hub id. One rank downloads and
-    prepares what is not cached; the others wait for its file locks and then read the cache. Raises InputError, naming
-    the source; also its splits, if SPLIT is missing or unknown.
+    prepares data that is not cached yet; the others wait for its file locks and then read the cache. Raises InputError,
+    naming the source and, if SPLIT is missing or unknown, the available splits.
     """
     is_file_name = source.endswith((".jsonl", ".json", ".parquet"))
     refuse(is_file_name and not os.path.exists(source), f"there is no file {source}")
@@ -31,12 +31,12 @@ def dataset_objects(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
             splits = {split: datasets.Dataset(ParquetFile(source).read())}
         else:
             splits = datasets.load_dataset(name, config or None)
-    except Exception as error:  # its type depends on the version of datasets
+    except Exception as error:  # the exception's type depends on the version of datasets
         reason = " ".join(str(error.__cause__ or error).split())
         raise InputError(
             f"{source} cannot be loaded; expected a file or a dataset NAME[:CONFIG[:SPLIT]]: {reason}"
         ) from None
-    # Without SPLIT, use the only split.
+    # If SPLIT is left out, the dataset must have exactly one split.
     split = split or "".join(splits)
     refuse(
         split not in splits,
@@ -49,7 +49,7 @@ def dataset_objects(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove null fields from all objects in a nested value."""
+    """Return a nested value without the null fields of its objects."""
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]
     if isinstance(value, dict):

@@ -37,7 +37,7 @@ class Signature(NamedTuple):
     is_async: bool
 
     def takes(self, argument: str) -> bool:
-        """Whether the function gets an argument: by name, or through `**kwargs` unless it is an episode argument."""
+        """Whether the function takes an argument by name or, unless it is an episode argument, through `**kwargs`."""
         return argument in self.parameters or (self.has_kwargs and argument not in EPISODE_ARGUMENTS)
 
 
@@ -65,7 +65,7 @@ def call_function(
         if inspect.iscoroutine(values):
             values = asyncio.run(values)
         return validate_rewards(values, texts)
-    except BaseException as error:  # also SystemExit and KeyboardInterrupt
+    except BaseException as error:  # includes SystemExit and KeyboardInterrupt
         return raised_message(error)
 
 

@@ -1,7 +1,7 @@
 """Reward functions: their arguments, their return values, and where they run.
 
 A new reward is a function with TRL's interface. It is called with keyword arguments: `prompts`, `completions`,
-`completion_ids` and all other columns of the data, each a list with one entry per completion. It gets the arguments
+`completion_ids` and the data's other columns, each a list with one entry per completion. It gets the arguments
 that it names, or all of them if it takes `**kwargs`. It returns one number per completion, of magnitude at most 1e12,
 or None where the reward does not apply. It may be an `async def`. For text prompts, completions are text; for chat
 prompts, they are the messages after the prompt, such as `[{"role": "assistant", "content": text}]`.
@@ -20,7 +20,7 @@ A function's `Reward` decides when and where it is called:
     EpisodeReward    like FunctionReward                  --reward episode, which reads the rewards that episodes gave
     StepReward       once per step, on the main thread    --reward-model (`reward_model`)
 
-Other kinds are subclasses of `Reward`.
+To add another kind, subclass `Reward`.
 """
 
 import copy
@@ -53,15 +53,17 @@ from minirl.rollouts import Rollout, SampledSequence
 EPISODE = "episode"  # value of --reward that stands for the rewards that episodes give
 # Arguments whose entries are live objects of this process, which are neither sent to workers nor copied.
 OBJECT_ARGUMENTS = ("environments", "rollouts")
-MAX_CONCURRENT_CALLS = 256  # concurrent calls of an `async def`, in this process or in a worker
+MAX_CONCURRENT_CALLS = 256  # maximum concurrent calls to an `async def`, here or in a worker
 
 
 @dataclass(frozen=True)
 class PromptGroup:
     """The rollouts of one prompt, in sample order, and the arguments that reward functions get for them.
 
-    The attributes named in STANDARD_ARGUMENTS and EPISODE_ARGUMENTS are arguments, with one entry per rollout.
-    texts: the completions without special tokens. seed: seed for the global random generators in a worker's `def` call.
+    The attributes named in STANDARD_ARGUMENTS and EPISODE_ARGUMENTS are passed as arguments, with one entry per
+    rollout.
+    texts: the completions without special tokens. seed: seed for a worker's global random generators before it calls a
+    plain `def`.
     """
 
     row: Row
@@ -96,9 +98,10 @@ class PromptGroup:
     def episodes(self) -> list[dict[str, Any]]:
         """One JSON-serializable dict per rollout.
 
-        row: its prompt, columns and origin. messages: the whole conversation. text, tokens: the completion and its ids.
+        row: the row's prompt, columns and origin. messages: the whole conversation. text, tokens: the completion and
+        its ids.
         finish_reason: the rollout's finish reason. turns: text, num_tokens and finish_reason per turn; empty for a
-        rollout without an episode. rewards: all rewards that the episode gave; None where one does not apply.
+        rollout without an episode. rewards: all rewards that the episode gave; None where a reward does not apply.
         """
         row = {"prompt": self.row.prompt, "columns": dict(self.row.columns), "origin": self.row.origin}
         return [
@@ -133,7 +136,7 @@ class PromptGroup:
         }
 
     def rewards_or_raise(self, name: str, answer: CallResult, *, where: str = "") -> Rewards:
-        """Return the rewards of a call. Raises RewardError, naming the reward and row, if the call failed.
+        """Return the rewards from a call. Raises RewardError, naming the reward and row, if the call failed.
 
         where: text about the call's other rows, appended to the row's origin.
         """
@@ -164,10 +167,10 @@ class Reward(ABC):
 
 
 class FunctionReward(Reward):
-    """A function called in threads of this process: an `async def` for all prompts concurrently, a `def` one by one."""
+    """A function called in threads of this process: for all prompts at once if it is `async`, else one by one."""
 
     def __init__(self, function: RewardFunction, call_timeout: float | None = None):
-        """call_timeout: time limit (s) of one call, whose thread cannot be killed; None for no limit."""
+        """call_timeout: time limit (s) for one call, whose thread cannot be killed; None means no limit."""
         self.signature = signature_of(function)
         self._function = function
         self._call_timeout = call_timeout
@@ -220,7 +223,7 @@ class StepReward(Reward):
 
 
 class EpisodeReward(FunctionReward):
-    """A reward that episodes give themselves; None where it does not apply."""
+    """A reward that episodes give themselves; None where the reward does not apply."""
 
     def __init__(self, episode_reward: str = "reward"):
         """episode_reward: the name in `episode.reward(value, name)`; a returned number is named "reward"."""

@@ -67,7 +67,7 @@ def load_reward_model(
         # No token is in the loss mask, because only the value at the end of each sequence is read.
         infos = independent_sequences(lengths)
         batch = Batch(infos, tokens, loss_mask=torch.zeros_like(tokens, dtype=torch.bool))
-        # Each rank scores its own completions, so the plan has a single rank.
+        # Each rank scores its own completions, so the plan is for a single rank.
         (microbatches,) = plan_microbatches(infos, num_ranks=1, max_tokens=max_tokens)
         with spent_on("score"):
             batch = scorer.add_streams(batch, microbatches)

@@ -58,7 +58,7 @@ class RewardQueue:
         *,
         call_timeout: float | None = None,
     ):
-        """call_timeout: time limit (s) of one call to a bare function; see `FunctionReward`."""
+        """call_timeout: time limit (s) for one call to a bare function; see `FunctionReward`."""
         self._rewards = {
             name: function if isinstance(function, Reward) else FunctionReward(function, call_timeout)
             for name, function in functions.items()
@@ -104,9 +104,9 @@ class RewardQueue:
 
     @spent_on("wait_rewards")
     def finish(self, ordinals: Iterable[int]) -> RewardedRollouts:
-        """Remove the groups of these prompts, wait for their rewards [N, K], and return the N rollouts in order.
+        """Remove the groups of these prompts, wait for their rewards, and return their N rewarded rollouts.
 
-        Raises RewardError, naming the function and row.
+        The rollouts follow the order of `ordinals`. Raises RewardError, naming the function and row.
         """
         taken = [self.groups.pop(ordinal) for ordinal in ordinals]
         for call in as_completed([call for _, calls in taken for call in calls]):
@@ -116,7 +116,7 @@ class RewardQueue:
             reward.finish([calls[k].result() for _, calls in taken])
             for k, reward in enumerate(self._rewards.values())
         ]
-        # NumPy converts None, for a reward that does not apply, to NaN.
+        # NumPy converts None, which means that a reward does not apply, to NaN.
         rewards = np.array(rewards_per_function, dtype=np.float64).reshape(
             len(rewards_per_function), len(rollouts)
         )

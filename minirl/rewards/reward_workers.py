@@ -38,7 +38,7 @@ class WorkerReward(Reward):
     def __init__(self, spec: str, *, timeout_s: float = 60.0, num_workers: int = 1):
         """Start the processes and wait until they have loaded the function.
 
-        spec: "file.py:name" or "module:name". timeout_s: time limit (s) of one call. Raises InputError if the function
+        spec: "file.py:name" or "module:name". timeout_s: time limit (s) for one call. Raises InputError if the function
         is missing or its file cannot be loaded.
         """
         source, name = source_and_name("--reward", spec)
@@ -63,7 +63,7 @@ class WorkerReward(Reward):
         return self._in_loop(self._call(name, group, request))
 
     def stop(self) -> None:
-        """Kill the worker processes and everything that they started."""
+        """Kill the worker processes and all processes that they started."""
         for process in self._processes:
             self._in_loop(process.end()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -86,7 +86,7 @@ class WorkerReward(Reward):
             self._free_processes.put_nowait(process)
 
     async def _call(self, name: str, group: PromptGroup, request: Sequence[Any]) -> Rewards:
-        """Return the rewards of a group. Raises RewardError."""
+        """Call the function for a group, and return the rewards. Raises RewardError."""
         process = await self._free_processes.get()
         try:
             if self._lost_error:
@@ -186,6 +186,6 @@ async def _start_process(source: str, name: str) -> asyncio.subprocess.Process:
         stderr=None if rank() == 0 else asyncio.subprocess.DEVNULL,
         limit=MAX_ANSWER_BYTES,
         start_new_session=True,
-        # A fixed hash seed keeps the order of sets the same after a resume.
+        # A fixed hash seed keeps the iteration order of sets the same after a resume.
         env={"PYTHONHASHSEED": "0", **os.environ},
     )

@@ -47,7 +47,7 @@ def main() -> None:
 
 
 async def _serve_concurrently(function: Callable[..., Any], requests: BinaryIO, send: Send) -> None:
-    """Answer the calls of an `async def` concurrently; start each one as soon as it arrives."""
+    """Answer calls to an `async def` concurrently; start each call as soon as its request arrives."""
 
     async def answer_one(call_id: int, arguments: Mapping[str, Any], texts: Sequence[str], _: int) -> None:
         try:

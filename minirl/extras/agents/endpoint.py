@@ -48,7 +48,8 @@ def serve(agent: Callable[[str, Episode], Any]) -> RolloutFunction:
     `async def`, or a blocking function, which runs in a thread.
 
     Order: an episode's requests run one at a time. A turn is not trained on if its client disconnects.
-    End: when the episode ends, an `async def` is cancelled, a command is killed, and a thread's requests fail.
+    End: when the episode ends, an `async def` agent is cancelled, its running command is killed, and a blocking agent's
+    requests fail.
     Limits: 4 MB per request, 64 pending requests per episode.
     """
 
@@ -86,7 +87,7 @@ async def run_program(url: str, *command: str, text: str = "") -> str:
 
 
 class Endpoint:
-    """Serves the requests of one episode's agent. `async with` opens the URL and answers requests until it exits."""
+    """Serves the requests of one episode's agent. `async with` opens the URL and closes it after the block."""
 
     def __init__(self, episode: Episode):
         prompt = [read_client_message(message, "prompt") for message in as_messages(episode.row.prompt)]

@@ -32,7 +32,8 @@ class ChatRequest:
     """A chat completion request.
 
     messages: messages as `read_message` returns them. tools: JSON schemas. stop: strings that end the turn. max_tokens:
-    maximum number of tokens to sample. fields: all fields that are not None. ignored: names of the ignored fields.
+    maximum number of tokens to sample. fields: all fields of the request that are not null. ignored: names of the
+    ignored fields.
     """
 
     messages: Messages

@@ -24,12 +24,12 @@ BACKLOG = 4096
 # The routes at an episode's URL.
 ROUTES = {"POST chat/completions", "GET models"}
 
-# Takes a request's parsed JSON body. Raises InputError or HTTPException.
+# A handler takes a request's parsed JSON body. It raises InputError or HTTPException.
 Handler = Callable[[Any], Awaitable[web.Response]]
 
 
 class Server:
-    """Routes each request to the handler of its URL's episode; returns errors in OpenAI's format."""
+    """Routes each request to its episode's handler; returns errors in OpenAI's format."""
 
     def __init__(self) -> None:
         self._handlers: dict[str, Handler] = {}
@@ -51,7 +51,8 @@ class Server:
     async def _start(self) -> str:
         """Listen on a free port; return the address."""
         _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # Both ends of an agent's connections may be in this process. On macOS the reported hard limit may be too high.
+        # Allow many open files: both ends of each connection may be in this process. On macOS the reported hard limit
+        # may be too high.
         with contextlib.suppress(ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
         logging.getLogger("aiohttp.server").addFilter(_should_log)

@@ -7,7 +7,7 @@ from typing import Any
 
 
 async def run_in_thread(thread: ThreadPoolExecutor | None, call: Callable[[], Any]) -> Any:
-    """Run a blocking call in a thread and return its result. Propagates exceptions, some as a RuntimeError."""
+    """Run a blocking call in a thread and return its result. Propagates exceptions, a few of them as RuntimeError."""
 
     def run() -> Any:
         try:

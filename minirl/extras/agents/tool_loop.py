@@ -1,8 +1,8 @@
-"""The tool loop of --tools and --environment: while a turn calls tools, run them and append their results.
+"""The tool loop for --tools and --environment: while a turn calls tools, run them and append their results.
 
 The conventions follow TRL's GRPOTrainer (`tools`, `environment_factory`). Tools are functions with type hints and
-docstrings. An environment is a class with `reset(**row) -> str | None`; its other public methods are the tools. Its
-reward comes from its `get_reward()`, or from a reward function with the argument `environments`.
+docstrings. An environment is a class with `reset(**row) -> str | None`; its other public methods are the tools. An
+environment's reward comes from its `get_reward()`, or from a reward function with the argument `environments`.
 
 An episode's plain functions all run in one thread, in call order, because a database connection or a browser may be
 bound to the thread that opened it.
@@ -30,12 +30,12 @@ RESERVED_METHODS = ("reset", "get_reward", "close")
 
 
 def tools_rollout(tools: Sequence[Callable[..., Any]]) -> UserRollout:
-    """Return the rollout function of --tools. Raises InputError for a tool without a schema."""
+    """Return the rollout function for --tools. Raises InputError for a tool without a schema."""
     return UserRollout(make_rollout(tools), tool_schemas(tools))
 
 
 def environment_rollout(factory: Callable[[], Any]) -> UserRollout:
-    """Return the rollout function of --environment. Creates one object to inspect its methods.
+    """Return the rollout function for --environment. Creates one environment to inspect its methods.
 
     Raises InputError for a class without `reset` and for invalid tools. Propagates the class's exceptions.
     """
@@ -61,7 +61,7 @@ def make_rollout(
             # Without tools, turns are not parsed, so the tool-call format need not be known.
             while tools.by_name and not turn.message.keys().isdisjoint(("tool_calls", "parse_error")):
                 results = await tools.call_tools(turn.message)
-                # Give the reward first, because `generate` ends the episode at a limit.
+                # Give the reward first, because `generate` may reach a limit and end the episode.
                 await tools.give_reward(episode)
                 turn = await branch.generate(after=results)
             if len(branch.turns) == 1:
@@ -87,7 +87,7 @@ class EpisodeTools:
     """
 
     def __init__(self, functions: Sequence[Callable[..., Any]], factory: Callable[[], Any] | None):
-        """functions: the tools, if there is no `factory`. factory: creates the environment object."""
+        """functions: the tools, if there is no `factory`. factory: function that creates the environment."""
         self.by_name = {tool.__name__: tool for tool in functions}
         self._factory = factory
         self._environment: Any = None
@@ -122,7 +122,7 @@ class EpisodeTools:
         return results
 
     async def give_reward(self, episode: Episode) -> None:
-        """Set the episode's reward to the current result of `get_reward`; None leaves it unchanged."""
+        """Set the episode's reward to the current result of `get_reward`; a result of None leaves it unchanged."""
         if not hasattr(self._environment, "get_reward"):
             return
         reward = await self.run(self._environment.get_reward)
@@ -157,13 +157,13 @@ class EpisodeTools:
 
 
 def _tool_message(name: str, result: Any) -> dict[str, Any]:
-    """Return a tool's result as a message. The content is text or a list, as TRL's reward functions get it.
+    """Return a tool's result as a message. The content is text or a list, as in TRL.
 
     A lone surrogate becomes "?". Values that JSON cannot represent become text, also inside a list.
     """
     content: Any = str(result)
     if isinstance(result, list):
-        # The list stays text if it is cyclic or contains dicts with keys that JSON does not allow.
+        # The content stays text if the list is cyclic or contains dicts with keys that JSON does not allow.
         with contextlib.suppress(TypeError, ValueError, RecursionError):
             content = json.loads(
                 json.dumps(result, default=str, ensure_ascii=False).encode("utf-8", "replace")
