@@ -1,8 +1,8 @@
 """LoRA adapters (Hu et al. 2021, arXiv 2106.09685) in PEFT's format.
 
 An adapter folder contains adapter_config.json, which names the base model's folder or Hub id, and
-adapter_model.safetensors, next to the base's config.json and tokenizer. `weights.load_weights` loads such a folder as
-the base with the adapters merged.
+adapter_model.safetensors; minirl also writes the base's config.json and tokenizer there. `weights.load_weights` loads
+such a folder as the base model with the adapters merged in.
 """
 
 import math
@@ -26,16 +26,16 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 # Prefixes of the decoder's tensors in transformers' vision models; older versions use the second one.
 _VISION_MODEL_PREFIX = r"^(model\.language_model|language_model\.model)\."
-# PEFT treats modules with these names as stacked experts, even in a shared expert.
+# PEFT treats modules with these names as stacked experts, even inside a shared expert.
 _EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-# PEFT keys that do not affect a trained adapter, or that only select which tensors it has.
+# PEFT keys that do not affect a trained adapter, or that only select which tensors it contains.
 _HARMLESS_KEYS = frozenset(
     "task_type auto_mapping peft_version base_model_name_or_path inference_mode r lora_alpha lora_dropout "
     "target_modules target_parameters exclude_modules layers_to_transform layers_pattern megatron_core eva_config "
     "runtime_config qalora_group_size ensure_weight_tying".split()
 )
-# Supported values, in addition to those that disable an option. With them, `layers.Linear` matches PEFT. With other
-# values of `init_lora_weights`, PEFT changes the base weights at initialization.
+# Supported values, in addition to those that disable an option. With these values, `layers.Linear` matches PEFT. With
+# other values of `init_lora_weights`, PEFT changes the base weights at initialization.
 _SUPPORTED_VALUES = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -46,9 +46,9 @@ _SUPPORTED_VALUES = {
 
 
 def initial_values(name: str, shape: torch.Size) -> Tensor:
-    """Return initial values for a parameter that no file stores: zeros, so that it has no effect at first.
+    """Return initial values for a parameter that no file stores: zeros, so that the parameter has no effect at first.
 
-    lora_A is drawn uniformly, as in PEFT, with a seed derived from its name.
+    Only lora_A is drawn uniformly, as in PEFT, with a seed derived from the parameter's name.
     """
     values = torch.zeros(shape)
     if name.endswith("lora_A"):
@@ -59,10 +59,10 @@ def initial_values(name: str, shape: torch.Size) -> Tensor:
 
 @dataclass
 class SavedAdapters:
-    """One folder's adapters, without tensors if the folder has none.
+    """One folder's adapters; `tensors` is empty if the folder contains no adapters.
 
     tensors: adapter tensors, keyed by parameter name, e.g. model.layers.0.mlp.up_proj.lora_A. A module that PEFT saved
-        in full, such as a scalar head, keeps its own name. `merge` removes the tensors of the layer that it merges.
+        in full, such as a scalar head, keeps its own name. `merge` removes a layer's tensors once they are merged.
     """
 
     path: Path
@@ -73,8 +73,8 @@ class SavedAdapters:
     def merge(self, layer: str, base: Any, label: str) -> Any:
         """Return a layer's stored weight with its adapter merged in fp32, or `base` if the layer has no adapter.
 
-        base: a safetensors slice, or a tensor of stacked experts, which gets no adapter. Raises InputError, prefixed
-        with `label`, if the shapes do not match.
+        base: a safetensors slice, or a tensor of stacked experts, which never has an adapter. Raises InputError,
+        prefixed with `label`, if the shapes do not match.
         """
         if f"{layer}.lora_A" not in self.tensors or isinstance(base, Tensor):
             return base
@@ -92,7 +92,7 @@ class SavedAdapters:
 def read_adapters(folder: Path) -> SavedAdapters:
     """Read a folder's adapters.
 
-    Raises InputError, naming the file and the key, for settings that would change the computation.
+    Raises InputError, naming the file and the key, if a setting would change the computation in an unsupported way.
     """
     path = folder / ADAPTERS_FILE
     if not path.is_file():
@@ -126,10 +126,10 @@ def peft_config(
     """
     assert config.adapters is not None
     targets = dict.fromkeys(name.split(".")[-2] for name in names if is_adapter(name))
-    # PEFT treats some module names as experts, which transformers stacks.
+    # PEFT treats modules with some names as experts, whose weights transformers stacks.
     expert_names = _EXPERT_PROJECTIONS if config.hf_backend is not None and "expert" in str(raw) else ()
     modules = [name for name in targets if name not in expert_names]
-    # Layers of the vision encoder may have the same names.
+    # Match only the language model, because layers of the vision encoder may have the same names.
     language_model_pattern = rf"model\.(language_model\.)?layers\..*\.({'|'.join(modules)})"
     has_score = "score.weight" in names
     return {

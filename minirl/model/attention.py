@@ -1,17 +1,17 @@
 """Attention layouts and kernel dispatch.
 
 A layout assigns the tokens of a stream to sequences. `PackedLayout`: whole sequences end to end (training, scoring,
-prefill); a prefix that several sequences share is computed once. `DecodeLayout`: one new token for each of B cached
-sequences. `attend` accepts either layout, so the model has a single forward.
+prefill); a prefix that several sequences share is computed once. `DecodeLayout`: the next tokens of cached sequences.
+`attend` accepts either layout, so the model needs only one forward.
 
 All kernels compute the same attention. For packed streams: flash-attn or torch's varlen kernel (CUDA, 16-bit, head
-dimension up to 256 and a multiple of 8), otherwise `portable_attention`. For decoding from the cache:
-`paged_attention` on CUDA, otherwise `portable_attention`.
+dimension up to 256 and a multiple of 8), otherwise `portable_attention`. For decoding with a cache: `paged_attention`
+on CUDA, otherwise `portable_attention`.
 
 Positions start at 0 in each sequence. Attention is always causal; with window w, a token attends to itself and the
-w - 1 tokens before it. Only the portable kernel takes a mask: `portable_attention.index_packed` builds it for
-packed streams, `generation.kv_cache` for decoding. The other kernels take lengths and a window. `padding` handles
-padding.
+w - 1 tokens before it. Only the portable kernel takes a mask: `portable_attention.index_packed` builds the mask for
+packed streams, and `generation.kv_cache` builds it for decoding. The other kernels take lengths and a window. `padding`
+handles padding.
 
 Shapes: H query heads, K key/value (KV) heads, C channels per head; T' computed tokens; S cache blocks.
 """
@@ -47,8 +47,8 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
 def has_flash_attn() -> bool:
     """Return whether flash-attn's kernel can be imported. Not collective.
 
-    If the package is installed but fails to import, rank 0 prints the reason once, e.g. that it was built for another
-    torch version or that a local folder shadows it.
+    If the package is installed but fails to import, rank 0 prints the reason once, e.g. a build for a different torch
+    version, or a local folder that shadows the package.
     """
     try:
         from flash_attn import flash_attn_varlen_func  # noqa: F401
@@ -61,12 +61,12 @@ def has_flash_attn() -> bool:
 
 
 def decode_kernel_for(device: torch.device) -> str:
-    """Return the kernel for decoding from a cache: "paged" on CUDA, "portable" on the CPU."""
+    """Return the kernel for decoding with a cache: "paged" on CUDA, "portable" on the CPU."""
     return "paged" if device.type == "cuda" else "portable"
 
 
 def to_device(x: Tensor | np.ndarray, device: torch.device) -> Tensor:
-    """Copy a host tensor or array to `device`; pin it first for CUDA, so that the copy does not block the host."""
+    """Copy a host tensor or array to `device`; for CUDA, pin it first, so that the copy does not block the host."""
     host = torch.as_tensor(x)
     if device.type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
@@ -76,10 +76,10 @@ def to_device(x: Tensor | np.ndarray, device: torch.device) -> Tensor:
 def concatenated_ranges(starts: ArrayLike, lengths: ArrayLike) -> np.ndarray:
     """Return the integers from each start to start + length - 1, concatenated: int64 [sum of lengths].
 
-    starts, lengths: integers [n], as arrays or lists; `starts` may be one integer for all ranges.
+    starts, lengths: integers [n], as arrays or lists; `starts` may be a single integer for all ranges.
     """
     counts = np.asarray(lengths, np.int64)
-    # Each range is a slice of np.arange plus this shift.
+    # Each range equals a slice of one np.arange plus its shift.
     shifts = np.asarray(starts, np.int64) + counts - counts.cumsum()
     return np.arange(counts.sum()) + shifts.repeat(counts)
 
@@ -87,9 +87,9 @@ def concatenated_ranges(starts: ArrayLike, lengths: ArrayLike) -> np.ndarray:
 class CachePool(NamedTuple):
     """The cached keys and values of all attention layers, in S blocks.
 
-    keys [layers, S, K, C, BLOCK] and values [layers, S, K, BLOCK, C]: matrix products read them without a transpose.
-    layers: each layer's keys and values, as views.
-    states: per-row states of layers without attention; only those layers read them.
+    keys [layers, S, K, C, BLOCK] and values [layers, S, K, BLOCK, C], so that matrix products need no transpose.
+    layers: views of each layer's keys and values, keyed by layer index.
+    states: per-row states for layers without attention; only those layers read them.
     """
 
     keys: Tensor
@@ -99,21 +99,21 @@ class CachePool(NamedTuple):
 
 
 class PagedMetadata(NamedTuple):
-    """`paged_attention`'s metadata for B requests: block tables int32 [B, n] and key counts int32 [B]."""
+    """Metadata of B requests for `paged_attention`: block tables int32 [B, n] and key counts int32 [B]."""
 
     blocks: Tensor
     lengths: Tensor
 
 
-# `portable_attention`'s metadata: an index and a mask for each window size.
+# Metadata for `portable_attention`: an index and a mask for each window size.
 PortableMetadata = Mapping[int | None, tuple[portable_attention.DecodeIndex, Tensor]]
 
 
 class SlotMapping(NamedTuple):
-    """The cache slots for a layout's tokens.
+    """The cache slots in which a layout's tokens are stored.
 
     rows int64: cache rows, one per sequence in a `PackedLayout` and one per token in a `DecodeLayout`.
-    block, offset int64 [n]: the slots that store the keys and values of n tokens.
+    block, offset int64 [n]: the block of each of n tokens, and the token's offset in that block.
     """
 
     pool: CachePool
@@ -122,7 +122,7 @@ class SlotMapping(NamedTuple):
     offset: Tensor
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Write the tokens' k and v [T', K, C] into the pool."""
+        """Write the tokens' keys k and values v [T', K, C] to the pool."""
         keys, values = self.pool.layers[layer]
         # With two index tensors separated by slices, the indexed dimension comes first: [n, K, C].
         keys[self.block, :, :, self.offset] = k
@@ -130,10 +130,10 @@ class SlotMapping(NamedTuple):
 
 
 class _Memo:
-    """Caches values derived from a layout, such as the indices that all layers share in a forward pass."""
+    """Caches values derived from a layout, such as the indices that all layers of a forward pass share."""
 
     def derive(self, make: Callable[..., Derived], *args: Hashable) -> Derived:
-        """Return make(self, *args), computed once per set of arguments."""
+        """Return make(self, *args), computed once for each set of arguments."""
         key = (make, *args)
         if key not in self._derived:
             self._derived[key] = make(self, *args)
@@ -147,7 +147,7 @@ class _Memo:
 class Sequence(NamedTuple):
     """A sequence in a packed stream. It shares its first `num_shared` tokens with the sequence at index `parent`.
 
-    The parent comes earlier in the stream and may itself have a parent. Without a parent, nothing is shared.
+    The parent comes earlier in the stream and may itself have a parent. A sequence without a parent shares no tokens.
     """
 
     length: int
@@ -157,7 +157,7 @@ class Sequence(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedLayout(_Memo):
-    """N whole sequences end to end.
+    """N whole sequences, concatenated end to end.
 
     The stream has T tokens, the sum of the lengths. The model computes T' <= T of them: tokens that a sequence shares
     with its parent are computed once, as part of the parent. For example, with the sequences `Sequence(3)` and
@@ -168,7 +168,7 @@ class PackedLayout(_Memo):
         computed_tokens   0  1  2        5  6  7     stream index of each of the T' computed tokens
         positions         0  1  2        2  3  4     position of each computed token in its sequence
 
-    slot_mapping: the slots for keys and values, if they are cached. Cached sequences share no tokens.
+    slot_mapping: cache slots for the keys and values, or None if they are not cached. Cached sequences share no tokens.
     """
 
     sequences: tuple[Sequence, ...]
@@ -182,12 +182,12 @@ class PackedLayout(_Memo):
 
     @functools.cached_property
     def num_shared(self) -> np.ndarray:
-        """Number of tokens per sequence that are computed as part of its parent, int64 [N]."""
+        """Number of each sequence's tokens that are computed as part of its parent, int64 [N]."""
         return np.array([sequence.num_shared for sequence in self.sequences], np.int64)
 
     @property
     def num_computed(self) -> np.ndarray:
-        """Number of tokens per sequence that are not shared with its parent, int64 [N]."""
+        """Number of each sequence's tokens that it does not share with its parent, int64 [N]."""
         return self.lengths - self.num_shared
 
     @functools.cached_property
@@ -197,12 +197,12 @@ class PackedLayout(_Memo):
 
     @functools.cached_property
     def cu_queries(self) -> Tensor:
-        """Cumulative query counts: the same boundaries among the T' computed tokens; int32 [N + 1]."""
+        """Cumulative query counts: where each sequence starts among the T' computed tokens, and T'; int32 [N + 1]."""
         return self._cumulative_lengths(self.num_computed)
 
     @functools.cached_property
     def hidden_state_rows(self) -> list[np.ndarray]:
-        """Indices of each sequence's tokens in the model's hidden states; int64 [length] each, on the host."""
+        """For each sequence, the indices of its tokens in the model's hidden states, int64 [length], on the host."""
         rows: list[np.ndarray] = []
         num_hidden = 0
         for length, parent, num_shared in self.sequences:
@@ -251,9 +251,9 @@ Layout = PackedLayout | DecodeLayout
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, window: int | None) -> Tensor:
-    """Compute causal attention of q [T', H, C] over k and v [T', K, C] and, when decoding, the cache -> [T', H, C].
+    """Compute causal attention of q [T', H, C] over k and v [T', K, C] -> [T', H, C]; decoding also reads the cache.
 
-    If the layout has a cache, store k and v there for `layer`.
+    If the layout has a slot mapping, first store k and v in the cache of layer `layer`.
     """
     if layout.slot_mapping is not None:
         layout.slot_mapping.store(layer, k, v)
@@ -265,7 +265,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, windo
             return paged_attention.decode(q, keys, values, *layout.metadata, window=window)
         return portable_attention.decode(q, keys, values, *layout.metadata[window])
     if len(layout.positions) == 0:
-        # Zeros that depend on q, k and v, so that each of them gets a gradient.
+        # Return zeros that depend on q, k and v, so that each of the three gets a gradient.
         return 0 * q + 0 * (k.sum() + v.sum())
     kernel = kernel_for(q.device, q.dtype, q.shape[-1])
     if kernel != "portable":
@@ -292,7 +292,7 @@ def _attend_varlen(
         # align the queries with the last keys. That is correct, because the shared tokens come first.
         k = k.index_select(0, layout.hidden_index)
         v = v.index_select(0, layout.hidden_index)
-    # Number of keys that a query sees to its left and right; -1 means unlimited.
+    # Numbers of keys that a query sees to its left and to its right; -1 means no limit.
     kernel_options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
     if kernel == "flash":
         from flash_attn import flash_attn_varlen_func as attend_sequences

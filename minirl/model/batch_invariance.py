@@ -1,12 +1,12 @@
-"""Matrix products whose result for a row does not depend on the number of rows.
+"""Matrix products in which a row's result does not depend on the number of rows.
 
 Sampling and scoring process the same token in batches of different sizes. Their logprobs are bitwise equal only if
-every product gives a row the same bits in any batch, but matrix libraries choose their kernel by shape. So, on the CPU,
-each rank runs on one thread (`ranks.process_group.start`), every product has at least MIN_COLUMNS columns, and bf16
-operands are multiplied in fp32 if the CPU has no bf16 instructions (`matmul_dtype`). The rest is measured on the
-machine, once per shape and dtype: `matmul_form` returns the number of rows to which a product is padded, or the size of
-the tiles in which it is computed. `is_batch_invariant` and, for attention, `portable_attention.min_queries` tell
-whether that suffices. Norms and elementwise functions work with any number of rows.
+every product computes the same bits for a row in any batch, but matrix libraries choose their kernel by shape. So, on
+the CPU, each rank runs on one thread (`ranks.process_group.start`), every product has at least MIN_COLUMNS columns, and
+bf16 operands are multiplied in fp32 if the CPU has no bf16 instructions (`matmul_dtype`). Everything else is measured
+on the machine, once per shape and dtype: `matmul_form` returns the number of rows to which a product is padded, or the
+size of the tiles in which it is computed. `is_batch_invariant` and, for attention, `portable_attention.min_queries`
+tell whether these measures suffice. Norms and elementwise functions work with any number of rows.
 
 None of this applies on CUDA, where bits may differ. Instead, every step measures the gap between sampling and scoring
 logprobs.
@@ -27,26 +27,27 @@ Result = TypeVar("Result")
 
 
 class MatmulForm(NamedTuple):
-    """How to compute products of one shape: padded to at least `num_rows` rows.
+    """How to compute products of one shape: by default, with the operand padded to at least `num_rows` rows.
 
-    is_tiled: whether to compute tiles of `num_rows` rows instead.
+    is_tiled: whether to compute the product in tiles of `num_rows` rows instead.
     """
 
     num_rows: int
     is_tiled: bool = False
 
 
-# The forms that `matmul_form` tries, fastest first. MKL and oneDNN use different kernels for few rows: on Intel, for 1
-# to 15 rows; on AMD, for 1 to 3, and for up to 15 in bf16 products with few terms and columns.
+# The forms that `matmul_form` tries, fastest first. MKL and oneDNN use different kernels for few rows: on Intel CPUs,
+# for 1 to 15 rows; on AMD CPUs, for 1 to 3 rows, or up to 15 in bf16 products with few terms and columns.
 FORMS = (MatmulForm(4), MatmulForm(8), MatmulForm(16), MatmulForm(64, is_tiled=True))
 # The form for products that are not batch-invariant.
 INEXACT = MatmulForm(1)
 # With fewer columns, libraries use matrix-vector kernels, or kernels whose rounding depends on the column's position.
 MIN_COLUMNS = 64
-# Largest bf16 operand, in elements, for which MKL's fp32 product is fastest with few rows.
+# Largest bf16 operand, in elements, for which MKL's fp32 product is the fastest option with few rows.
 MAX_UPCAST_OPERAND = 1 << 15
-# Row counts that `matmul_form` tries: all small ones, those around kernel block sizes, and larger ones for small
-# shapes, whose kernels change with the number of multiplications. All forms pad to at least the first of these.
+# Row counts that `matmul_form` tries: all small counts, counts around kernel block sizes, and larger counts for small
+# shapes, whose kernels change with the number of multiplications. Every form pads to at least the first of these
+# counts.
 PROBED_ROWS = (
     *range(FORMS[0].num_rows, 66),
     80,
@@ -63,14 +64,14 @@ PROBED_ROWS = (
     2049,
     4097,
 )
-# Limits on probing: the multiplications in a product of more than 513 rows, and the elements in a weight.
+# Limits on probing: the number of multiplications in a product of more than 513 rows, and of elements in a weight.
 MAX_PROBED_WORK = 1 << 25
 MAX_PROBED_WEIGHT = 1 << 22
-# Number of distinct rows in a probed product; neither a divisor nor a multiple of a kernel's block size. In bf16,
-# reordering a sum of fewer than 8 terms changes only one element in 5,000, so short sums need more rows.
+# Number of distinct rows in a probed product; neither a divisor nor a multiple of any kernel's block size. In bf16,
+# reordering a sum of fewer than 8 terms changes only one element in 5,000, so short sums need more distinct rows.
 PROBE_PERIOD = 11
 PROBE_PERIOD_SHORT_SUMS = 523
-# A vectorized function and its scalar tail differ in the last bit. Widths that are multiples of this have no tail.
+# A vectorized function and its scalar tail differ in the last bit. A width that is a multiple of this has no tail.
 VECTOR_WIDTH = 32
 
 
@@ -79,7 +80,7 @@ _measurements: dict[Any, Any] = {}
 
 
 def measured(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Cache a function's measurements, keyed by its arguments and the settings that determine torch's kernels."""
+    """Cache a function's measurements, keyed by its arguments and the settings that affect the choice of kernels."""
 
     @functools.wraps(function)
     def cached(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -106,10 +107,10 @@ def has_bf16_instructions() -> bool:
 
 
 def matmul_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the CPU multiplies `dtype` operands: fp32 for bf16 without bf16 instructions.
+    """Return the dtype in which the CPU multiplies `dtype` operands: fp32 for bf16 if it has no bf16 instructions.
 
-    Without them, a bf16 product takes 2 to 12 times as long as the fp32 product of the same operands, and a row's bits
-    depend on the number of rows. The fp32 product is then rounded to bf16.
+    Without such instructions, a bf16 product takes 2 to 12 times as long as the fp32 product of the same operands, and
+    a row's bits depend on the number of rows. The fp32 product is then rounded to bf16.
     """
     return torch.float32 if dtype == torch.bfloat16 and not has_bf16_instructions() else dtype
 
@@ -120,7 +121,7 @@ def _is_upcast(x: Tensor) -> bool:
 
 
 def bmm(x: Tensor, y: Tensor) -> Tensor:
-    """Multiply x [n, R, i] and y [n, i, j] like `torch.bmm`, upcast to fp32 where the CPU needs it."""
+    """Multiply x [n, R, i] by y [n, i, j] like `torch.bmm`; on the CPU, multiply in `matmul_dtype`."""
     if not _is_upcast(x):
         return torch.bmm(x, y)
     return torch.bmm(x.float(), y.float()).to(x.dtype)
@@ -151,7 +152,7 @@ class _Matmul(torch.autograd.Function):
         """Return the product [T, out]."""
         ctx.save_for_backward(x, weight)
         upcast_dtype = matmul_dtype(x.dtype)
-        # The product itself adds the bias, as without padding; a separate addition would round twice.
+        # The product itself adds the bias, as it does without padding; a separate addition would round twice.
         upcast_bias = None if bias is None else pad_rows(bias.to(upcast_dtype), MIN_COLUMNS)
         product = functools.partial(F.linear, bias=upcast_bias)
         return _matmul_in_form(product, x.to(upcast_dtype), weight.to(upcast_dtype), form).to(x.dtype)
@@ -175,7 +176,7 @@ class _Matmul(torch.autograd.Function):
 def _matmul_in_form(
     product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, form: MatmulForm
 ) -> Tensor:
-    """Return the contiguous product [T, out], computed in this form with at least MIN_COLUMNS columns."""
+    """Return the contiguous product [T, out], computed in this form and with at least MIN_COLUMNS columns."""
     num_rows, num_columns = len(x), len(weight)
     weight = pad_rows(weight, MIN_COLUMNS)
     if form.is_tiled:
@@ -197,12 +198,12 @@ def activate(x: Tensor, function: Callable[[Tensor], Tensor] = F.silu) -> Tensor
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for logits, softmax and reductions over `dtype` tensors: fp32, or fp64 for fp64."""
+    """Return the dtype for logits, softmax and reductions of `dtype` tensors: fp32, or fp64 if `dtype` is fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def mm_fp32_out(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply a and b, rounded to `dtype`; accumulate and return in fp32 (fp64 for fp64)."""
+    """Multiply a by b, each rounded to `dtype`; accumulate and return the product in fp32 (fp64 for fp64)."""
     upcast_dtype = at_least_fp32(dtype)
     if a.device.type != "cpu" and dtype != upcast_dtype:
         return torch.mm(a.to(dtype), b.to(dtype), out_dtype=upcast_dtype)
@@ -236,7 +237,7 @@ def _head_matmul(hidden: Tensor, weight: Tensor) -> Tensor:
 def matmul_form(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool = False) -> MatmulForm:
     """Return the fastest form in which each row of x [T, in] @ W [in, out] has the same bits at every T.
 
-    Return INEXACT if there is none, or if torch uses several threads, which give no guarantee. is_head: whether to
+    Return INEXACT if no form does this, or if torch uses several threads, which guarantee nothing. is_head: whether to
     measure `head_logits` instead of `linear`.
     """
     if torch.get_num_threads() > 1:
@@ -248,7 +249,7 @@ def matmul_form(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool 
     row_counts = [rows for rows in PROBED_ROWS if rows <= 513 or rows * weight.numel() <= MAX_PROBED_WORK]
     num_repeats = -(-row_counts[-1] // period)
     rows = x.repeat(num_repeats, 1)
-    # For small row counts, take several slices, so that every distinct row is tested.
+    # For small row counts, test several slices, so that every distinct row is covered.
     slices = [slice(i, i + n) for n in row_counts for i in range(0, max(1, period - n + 1), n)]
     for form in FORMS:
         expected = _matmul_in_form(product, x, weight, form).repeat(num_repeats, 1)
@@ -300,9 +301,9 @@ def cancelling_operands(
 ) -> tuple[Tensor, Tensor]:
     """Return random x [n, num_rows, num_in] and y [n, num_out, num_in] for which x @ y.T is 0 up to rounding.
 
-    Reordering the sum then changes most elements. Arbitrary operands would hide that: after rounding to bf16, only one
-    element in 30,000 changes. The terms differ in magnitude, since a few terms of equal magnitude have an exact sum
-    in any order. The operands are in `matmul_dtype(dtype)`.
+    Reordering the sum then changes most elements. Arbitrary operands would hide the reordering: after rounding to bf16,
+    only one element in 30,000 changes. The terms differ in magnitude, because a few terms of equal magnitude have an
+    exact sum in any order. The operands are in `matmul_dtype(dtype)`.
     """
     generator = torch.Generator().manual_seed(0)
     half = num_in // 2
@@ -310,7 +311,7 @@ def cancelling_operands(
     magnitudes = torch.exp2(torch.randint(-9, 10, (half,), generator=generator).float())
     x = torch.randn(n, num_rows, half, generator=generator) * magnitudes
     y = torch.randn(n, num_out, half, generator=generator)
-    # If num_in is odd, the extra term is so small that it is lost unless it is added last.
+    # If num_in is odd, the unpaired term is so small that it is lost unless it is added last.
     odd_x = torch.randn(n, num_rows, num_in % 2, generator=generator) / 4096
     odd_y = torch.randn(n, num_out, num_in % 2, generator=generator)
     x = torch.cat([x, -x[..., permutation], odd_x], -1)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 class Rope:
     """A rotary position embedding: channel pair i rotates by `frequencies[i]` radians per position.
 
-    Channels beyond 2 x len(frequencies) are not rotated; without frequencies, none are.
-    attention_factor: multiplier for the rotated channels (YaRN's attention factor).
+    Channels beyond 2 x len(frequencies) are not rotated; with empty `frequencies`, no channel is.
+    attention_factor: factor by which the rotated channels are multiplied (YaRN's attention factor).
     """
 
     frequencies: tuple[float, ...]
@@ -17,7 +17,7 @@ class Rope:
 
 
 class LayerNorms(NamedTuple):
-    """The name of a layer's norm at each position; None where it has none."""
+    """The name of a layer's norm at each position; None where the layer has no norm."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
@@ -30,7 +30,7 @@ PRE_NORMS = LayerNorms()
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """The shape of the gated delta nets, and the layers that have one instead of attention."""
+    """The shape of a model's gated delta nets, and the indices of the layers that have one instead of attention."""
 
     layers: tuple[int, ...]
     num_key_heads: int
@@ -52,7 +52,7 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA settings: each linear layer in attention and the MLP is frozen, and adds alpha / rank (x A^T) B^T."""
+    """LoRA settings: the linear layers in attention and the MLP are frozen, and each adds alpha / rank (x A^T) B^T."""
 
     rank: int
     alpha: float = 16.0
@@ -85,12 +85,12 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    # Whether queries and keys are normalized: per head (Qwen3, Gemma 3), or over all heads with `qk_norm_over_heads`
-    # (OLMo).
+    # Whether queries and keys are normalized: each head separately (Qwen3, Gemma 3), or all heads together if
+    # `qk_norm_over_heads` is set (OLMo).
     qk_norm: bool = False
     qk_norm_over_heads: bool = False
     norms: LayerNorms = PRE_NORMS
-    # Whether norms multiply by 1 + weight (Gemma 3, Qwen3.5).
+    # Whether norms multiply by 1 + weight instead of by weight (Gemma 3, Qwen3.5).
     norm_adds_one: bool = False
     # Whether q_proj also outputs a gate, whose sigmoid multiplies the attention output (Qwen3.5).
     attention_gate: bool = False
@@ -99,14 +99,14 @@ class ModelConfig:
     activation: str = "silu"
     # Whether embeddings are multiplied by the square root of the hidden size (Gemma 3).
     scales_embeddings: bool = False
-    query_multiplier: float = 1.0  # in addition to 1 / sqrt(head_dim) (Gemma 3)
-    # The name prefix of the decoder's tensors in a checkpoint, and regular expressions for tensors that are not part of
-    # the model but are saved with it.
+    query_multiplier: float = 1.0  # factor for queries, in addition to 1 / sqrt(head_dim) (Gemma 3)
+    # The name prefix of the decoder's tensors in a checkpoint, and regular expressions for the names of tensors that
+    # are not part of the model but are saved with it.
     weight_prefix: str = "model."
     passthrough_weight_patterns: tuple[str, ...] = ()
     # Whether this is a value or reward model, which outputs one number per hidden state instead of logits.
     scalar_head: bool = False
-    # An `extras.hf_models.types.HFModel` if the model is built from transformers modules.
+    # An `extras.hf_models.types.HFModel` if the model is built from transformers modules, else None.
     hf_backend: Any = None
     # If set, only the adapters and a scalar head are trained.
     adapters: Adapters | None = None

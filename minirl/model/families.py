@@ -1,8 +1,8 @@
 """Convert each model family's config.json to a `ModelConfig`, using transformers' config class.
 
 transformers defines what each key means. `read_config` builds a small model from this config.json and compares it with
-transformers' own (`extras.hf_models.gate`), so a key that minirl ignores is rejected if it changes transformers'
-results. Without that extra, such a key is ignored.
+transformers' own (`extras.hf_models.gate`), so a config with a key that minirl ignores is rejected if the key changes
+transformers' results. Without the `hf_models` extra, there is no comparison, and the key stays ignored.
 
 docs/families.md lists the families; CONTRIBUTING.md explains how to add one.
 """
@@ -47,7 +47,7 @@ _DELTA_SIZES = {
     "value_head_dim": "linear_value_head_dim",
     "kernel_size": "linear_conv_kernel_dim",
 }
-# The `ModelConfig` fields with the same value for all models in a family, as in transformers' classes.
+# The `ModelConfig` fields that have the same value for all models in a family, as in transformers' classes.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
@@ -74,9 +74,9 @@ _VISION_MODELS = {
     "qwen3_5": VisionModel("qwen3_5_text", "model.language_model."),
     "gemma3": VisionModel("gemma3_text", "language_model.model."),
 }
-# Keys that are rejected unless null, because the gate's small models would not reveal their effect.
+# Keys that are rejected unless they are null, because the gate's small models would not reveal their effect.
 _UNSUPPORTED_KEYS = {"attn_logit_softcapping", "auto_map", "final_logit_softcapping", "quantization_config"}
-# Supported suffixes of the class name in `architectures`. Other classes may use the same weights differently.
+# Supported suffixes for the class name in `architectures`. Other classes may use the same weights differently.
 _CLASSIFIER_SUFFIX = "ForSequenceClassification"
 _CLASS_SUFFIXES = ("ForCausalLM", "Model", "Decoder", _CLASSIFIER_SUFFIX)
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -88,8 +88,8 @@ _SIZE_KEYS = (
     "num_attention_heads",
     "num_key_value_heads",
 )
-# The fields of `ModelConfig` and their keys in config.json. A field keeps its default if its key is null or its
-# family lacks it. Only Gemma has `hidden_activation`.
+# The fields of `ModelConfig` and their keys in config.json. A field keeps its default if its key is null or if the
+# family has no such key. Only Gemma has `hidden_activation`.
 _FIELDS_AND_KEYS = (
     *(
         (name, name)
@@ -101,8 +101,9 @@ _FIELDS_AND_KEYS = (
     ("activation", "hidden_act"),
     ("activation", "hidden_activation"),
 )
-# Upper limit for each size. No model reaches it, and the bytes of a tensor within these limits fit in an int64, so a
-# comparison with the weights finds a wrong size. fp32 represents every integer up to 2^24, and hence every position.
+# Upper limit for each size. No real model reaches these limits, and within them, a tensor's size in bytes fits in an
+# int64, so that a comparison with the weights finds a wrong size. fp32 represents every integer up to 2^24, and hence
+# every position.
 _MAX_SIZES = {
     **dict.fromkeys((*_SIZE_KEYS, "head_dim", *_DELTA_SIZES.values()), 2**20),
     "num_hidden_layers": 2**10,
@@ -113,7 +114,7 @@ _MAX_SIZES = {
 def read_config(folder: Path, *, scalar_head: bool | None = None) -> ModelConfig:
     """Read the model's shape and features from the folder's config.json.
 
-    scalar_head: True rejects a language model, False a sequence classifier, None neither.
+    scalar_head: True rejects a language model; False rejects a sequence classifier; None accepts both.
     Raises InputError, naming the folder and the unsupported key.
     """
     raw = read_json_object(model_file(folder, "config.json"))
@@ -148,7 +149,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
         return dataclasses.replace(read_hf_config(raw), scalar_head=scalar_head)
     text_config = _text_config(raw)
     config = transformers_config(text_config)
-    # Ignore other families' keys; the gate detects those that have an effect in transformers.
+    # Ignore keys of other families; the gate detects those that have an effect in transformers.
     family_keys = vars(type(config)()).keys()
     keys = {key: value for key, value in vars(config).items() if key in family_keys}
     _check_values(text_config, keys)
@@ -197,7 +198,7 @@ def _text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def scalar_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json for a sequence classifier with one label and this model's layers."""
+    """Return the contents of config.json for a sequence classifier with this model's layers and one label."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
     raw = _text_config(raw)
@@ -264,14 +265,14 @@ def _layer_types(keys: Mapping[str, Any]) -> list[str]:
 
 
 def _delta_net(keys: Mapping[str, Any], layer_types: Sequence[str]) -> DeltaNet:
-    """Return the shape of the gated delta nets, and their layers."""
+    """Return the shape of the gated delta nets and the indices of their layers."""
     layers = tuple(i for i, layer_type in enumerate(layer_types) if layer_type == "linear_attention")
     sizes = {name: keys[key] for name, key in _DELTA_SIZES.items()}
     return DeltaNet(layers, **sizes)
 
 
 def _yarn_positions(keys: Mapping[str, Any]) -> int:
-    """Return how many positions a YaRN rope supports; max_position_embeddings may still be the original number."""
+    """Return how many positions a YaRN rope supports; max_position_embeddings may be the number before scaling."""
     rope = keys["rope_parameters"]
     # Without a factor, YaRN scales to max_position_embeddings.
     scaled_positions = int(rope["original_max_position_embeddings"] * (rope["factor"] or 1))
@@ -281,17 +282,17 @@ def _yarn_positions(keys: Mapping[str, Any]) -> int:
 def _layer_ropes(
     config: Any, keys: Mapping[str, Any], layer_types: Sequence[str], head_dim: int
 ) -> tuple[Rope, ...]:
-    """Return each layer's rope. Raises InputError if one is not supported."""
+    """Return each layer's rope. Raises InputError if a layer's rope is not supported."""
     ropes = {layer_type: _make_rope(config, layer_type, head_dim) for layer_type in set(layer_types)}
     if "no_rope_layers" not in keys:
         return tuple(ropes[layer_type] for layer_type in layer_types)
-    # 0 marks a layer without rope.
+    # In `no_rope_layers`, 0 marks a layer without rope.
     pairs = zip(layer_types, keys["no_rope_layers"], strict=True)
     return tuple(ropes[layer_type] if has_rope else Rope(()) for layer_type, has_rope in pairs)
 
 
 def _make_rope(config: Any, layer_type: str, head_dim: int) -> Rope:
-    """Build the rope for one layer type with transformers' functions. Raises InputError if it is not supported."""
+    """Build one layer type's rope with transformers' functions. Raises InputError if the rope is not supported."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = config.rope_parameters

@@ -1,6 +1,6 @@
 """Find a model's folder and the base model for its adapters; read config.json with transformers.
 
-PEFT leaves config.json, and often the tokenizer, in the base folder.
+PEFT does not copy config.json, and often not the tokenizer either, from the base folder to an adapter folder.
 """
 
 import copy
@@ -24,7 +24,7 @@ _hub_ids: dict[Path, str] = {}  # Hub id of each snapshot that this process reso
 
 
 def resolve_folder(model: str, *, flag: str = "--model", with_weights: bool = True) -> Path:
-    """Return a model's local folder: `model` itself if it is a folder, otherwise the local snapshot of that Hub id.
+    """Return a model's local folder: `model` itself if it is a folder, otherwise the local snapshot for this Hub id.
 
     Downloads the snapshot if it is not cached; `with_weights=False` skips the weights. Raises InputError, naming the
     flag and the model.
@@ -51,7 +51,7 @@ def resolve_folder(model: str, *, flag: str = "--model", with_weights: bool = Tr
 
 
 def hub_id_or_path(folder: Path) -> str:
-    """Return the Hub id that a folder was resolved from, otherwise its absolute path."""
+    """Return the Hub id from which a folder was resolved; for any other folder, return its absolute path."""
     return _hub_ids.get(folder, str(folder.absolute()))
 
 
@@ -61,7 +61,7 @@ def has_adapters(folder: Path) -> bool:
 
 
 def base_folder(folder: Path, *, with_weights: bool = True) -> Path:
-    """Return the base model's local folder for a folder with adapters. Raises InputError if it cannot be found."""
+    """Return the local folder of an adapter folder's base model. Raises InputError if the base cannot be found."""
     path = folder / ADAPTERS_FILE
     base = read_json_object(path).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:

@@ -20,8 +20,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, computed in fp32 and rounded once.
 
-    Hugging Face also rounds before it multiplies by the weight; in 16-bit dtypes, the two differ in the last bit.
-    adds_one: whether to multiply by 1 + weight, summed in fp32.
+    Hugging Face also rounds before multiplying by the weight; in 16-bit dtypes, the two results differ in the last bit.
+    adds_one: whether to multiply by 1 + weight (added in fp32) instead of by weight.
     """
 
     def __init__(self, size: int, config: ModelConfig):
@@ -39,9 +39,9 @@ class RMSNorm(nn.Module):
 
 
 class GatedActivation(torch.autograd.Function):
-    """activation(gate) * up for gate and up [T, width]. It saves only its inputs; backward recomputes the activation.
+    """Computes activation(gate) * up for inputs [T, width]. Saves only its inputs; backward recomputes the activation.
 
-    This shrinks a layer's saved activations by a fifth, and gradients match autograd bitwise.
+    This shrinks a layer's saved activations by a fifth, and the gradients match autograd's bitwise.
     """
 
     @staticmethod
@@ -65,14 +65,14 @@ class GatedActivation(torch.autograd.Function):
 class Linear(nn.Linear):
     """`nn.Linear` with batch-invariant products and an optional LoRA adapter: x W^T + scale (x A^T) B^T.
 
-    The adapter is never merged, so decoding, scoring and training compute the same bits.
+    The adapter is never merged into the weight, so decoding, scoring and training compute the same bits.
     lora_scale: alpha / rank, or 0 without an adapter.
     """
 
     lora_scale = 0.0
 
     def add_adapter(self, adapters: Adapters) -> None:
-        """Add A [rank, in] and B [out, rank], both zero."""
+        """Add the adapter's A [rank, in] and B [out, rank], initialized to zero."""
         self.lora_A = nn.Parameter(self.weight.new_zeros(adapters.rank, self.in_features))
         self.lora_B = nn.Parameter(self.weight.new_zeros(self.out_features, adapters.rank))
         self.lora_scale = adapters.alpha / adapters.rank

@@ -1,6 +1,6 @@
 """Logits over vocabulary chunks, and their log-softmax.
 
-Sampling and scoring share these functions, so that both get the same bits.
+Sampling and scoring share these functions, so that both compute the same bits.
 """
 
 import torch
@@ -8,9 +8,9 @@ from torch import Tensor
 
 from minirl.model import batch_invariance
 
-# Tokens per vocabulary chunk on the CPU. Each chunk is one product with the head, and its logits fit in the caches.
+# Tokens per vocabulary chunk on the CPU. One product with the head computes a chunk's logits, which fit in the caches.
 VOCAB_CHUNK = 2048
-# Logits per vocabulary chunk on CUDA: 128 MiB in fp32. Backward holds up to four tensors of this size.
+# Maximum logits per vocabulary chunk on CUDA: 128 MiB in fp32. Backward holds up to four tensors of this size.
 MAX_LOGITS = 1 << 25
 MIN_WIDTH = 512  # minimum chunk width on CUDA, regardless of the number of tokens
 
@@ -30,14 +30,14 @@ def chunk_logits(hidden: Tensor, head: Tensor, divisor: Tensor) -> Tensor:
 
 
 def logit_divisor(temperature: Tensor) -> Tensor:
-    """Return the divisors [T, 1] for logits at temperatures [T]; 1 where the temperature is 0 (greedy)."""
+    """Return the divisors [T, 1] of the logits for temperatures [T]; 1 where the temperature is 0 (greedy)."""
     return torch.where(temperature == 0, 1.0, temperature)[:, None]
 
 
 def log_softmax(logits: Tensor, chunk_totals: Tensor | None) -> Tensor:
     """Return logprobs [T, W] for logits [T, W].
 
-    chunk_totals [T, chunks]: logsumexp of each vocabulary chunk; None if the W tokens are the whole vocabulary.
+    chunk_totals [T, chunks]: logsumexp of each vocabulary chunk; None if the logits cover the whole vocabulary.
     """
     if chunk_totals is None:
         return torch.log_softmax(logits, -1)

@@ -1,13 +1,13 @@
 """Padding for the three cases that need it.
 
-CPU products with few rows and the forward of a rank without tokens use `pad_rows`; decode steps replayed as CUDA graphs
-use `graph_batch_size`.
+CPU products with few rows and forward passes on a rank without tokens use `pad_rows`; decode steps replayed as CUDA
+graphs use `graph_batch_size`.
 """
 
 import torch.nn.functional as F
 from torch import Tensor
 
-# CUDA graph batch sizes above this are multiples of it.
+# CUDA graph batch sizes above this number are multiples of it.
 GRAPH_STEP = 64
 
 
@@ -22,8 +22,8 @@ def pad_rows(x: Tensor, num_rows: int) -> Tensor:
 def graph_batch_size(num_requests: int, max_requests: int) -> int:
     """Return the batch size of the CUDA graph for `num_requests`, at most `max_requests`.
 
-    It is a power of two up to GRAPH_STEP, and a multiple of GRAPH_STEP above: with powers of two alone, nearly half of
-    the rows could be padding.
+    The size is a power of two up to GRAPH_STEP, and a multiple of GRAPH_STEP above that: with powers of two alone,
+    nearly half of the rows could be padding.
     """
     size = next_power_of_two(num_requests)
     if size > GRAPH_STEP:
@@ -32,5 +32,5 @@ def graph_batch_size(num_requests: int, max_requests: int) -> int:
 
 
 def next_power_of_two(size: int) -> int:
-    """Return the smallest power of two that is at least `size`; a Triton kernel's ranges need such lengths."""
+    """Return the smallest power of two that is at least `size`; ranges in a Triton kernel need such a length."""
     return 1 << (size - 1).bit_length()

@@ -2,13 +2,13 @@
 
 Attention multiplies queries by keys, takes the softmax, and multiplies the probabilities by values. Keys and values are
 split into key blocks of BLOCK tokens. Each product with values sums over exactly one key block, and the key blocks'
-results are added in order in fp32. A masked key has probability 0 and adds nothing, so multiplying additional key
-blocks changes nothing. A token's output therefore has the same bits in training, prefill and decoding (see
+results are added in order in fp32. A masked key has probability 0 and adds nothing, so including additional key blocks
+changes nothing. A token's output therefore has the same bits in training, prefill and decoding (see
 `batch_invariance`).
 
 An index tells which queries to multiply by which keys, and serves all layers with the same window. `index_packed`
-builds it for `attend_packed` (a stream of whole sequences), `index_decode` for `decode` (one new token per cached
-sequence). `mask_keys` builds the mask for both.
+builds the index for `attend_packed` (a stream of whole sequences), and `index_decode` builds it for `decode` (one new
+token per cached sequence). `mask_keys` builds the mask for both.
 
 Shapes: H query heads; K key/value (KV) heads; g = H / K query heads per KV head; C channels per head; T' computed
 tokens (see `attention.PackedLayout`).
@@ -25,15 +25,15 @@ from torch import Tensor
 
 from minirl.model import batch_invariance
 
-# Blocks of a pool, and the rows to multiply by them: the same number of rows per block and KV head.
+# Blocks of a pool, and the rows to multiply by these blocks. Each block and KV head has the same number of rows.
 _BlockSet = tuple[slice | Tensor, slice]
-# Tokens per key block, and per cache block on the CPU. Masked keys cost as much as visible ones. Relative to blocks of
-# 128, an update takes 0.8x the time for sequences of 15 tokens, 1x for 1,000, and 1.1x for 4,000 in bf16.
+# Tokens per key block, and per cache block on the CPU. Masked keys cost as much as visible ones. Compared with blocks
+# of 128, an update takes 0.8x the time for sequences of 15 tokens, 1x for 1,000, and 1.1x for 4,000 in bf16.
 BLOCK = 32
-# Decoding multiplies a pool's lowest blocks in place, unless there are this many times as many as it reads. In that
-# case, it copies the blocks that it reads.
+# Decoding multiplies a pool's blocks in place, up to the highest block that it reads. If there are at least this many
+# times as many of these as it reads, it multiplies copies of only the blocks that it reads.
 COPY_FACTOR = 1.5
-# Query block sizes in packed streams, in tokens. Each block has the smallest size that fits its queries.
+# Sizes of query blocks in packed streams, in tokens. Each block has the smallest size that holds its queries.
 QUERY_BLOCK_SIZES = (16, 32, 64)
 # Row counts that `min_queries` tries.
 PROBED_ROWS = (*range(1, 18), 24, 31, 32, 33, 48, 63, 64, 96, 112, 128)
@@ -43,8 +43,8 @@ PROBED_ROWS = (*range(1, 18), 24, 31, 32, 33, 48, 63, 64, 96, 112, 128)
 def min_queries(head_dim: int, dtype: torch.dtype) -> int | None:
     """Return the smallest number of queries that `decode` may multiply by a key block on this machine's CPU.
 
-    Measured on products laid out as in `decode` and `attend_packed`: from this number of rows on, each row has the same
-    bits in all of them. Return None if 16 rows are too few.
+    Measures products laid out as in `decode` and `attend_packed`: with at least this number of rows, each row has the
+    same bits in all of these products. Return None if 16 rows are too few.
     """
     num_rows = PROBED_ROWS[-1]
     q, k = batch_invariance.cancelling_operands(4, num_rows, head_dim, 2 * BLOCK, dtype)
@@ -64,13 +64,13 @@ def _rows_match_bitwise(
     v: Tensor,
     num_rows: int,
 ) -> bool:
-    """Return whether products of `num_rows` rows match the full products bitwise, for 1, 2 and n matrices.
+    """Return whether products of `num_rows` rows match the full products bitwise, for batches of 1, 2 and n matrices.
 
     Multiplies q [n, R, C] by k, and probs [n, R, 2 x BLOCK] by the second block of v; k and v are [n, 2 x BLOCK, C].
     """
     scores = torch.bmm(q, k.transpose(1, 2))
     out = torch.bmm(probs[..., BLOCK:], v[:, BLOCK:])
-    # The cache stores a key block as [C, BLOCK], while a packed stream multiplies a transposed view.
+    # The cache stores a key block as [C, BLOCK], whereas a packed stream is multiplied through a transposed view.
     cached_k = k[:, BLOCK:].transpose(1, 2).contiguous()
     cached_v = v[:, BLOCK:].contiguous()
     for n in (1, 2, len(q)):
@@ -94,10 +94,10 @@ class _QueryBlocks(NamedTuple):
     """n query blocks of R queries that see the same number of key blocks, multiplied as one batched product.
 
     queries int64 [n x K x R]: the queries, as rows of q [T' x K, g x C].
-    keys int64 [n x K x key blocks x BLOCK]: the keys that they see, as rows of k and v [T' x K, C].
-    mask fp32 [n, 1, R, 1, key blocks x BLOCK]: 0 where a query sees a key, else -inf; added to the scores.
+    keys int64 [n x K x key blocks x BLOCK]: the keys that these queries see, as rows of k and v [T' x K, C].
+    mask fp32 [n, 1, R, 1, key blocks x BLOCK]: added to the scores; 0 where a query sees a key, else -inf.
 
-    Past the end of a sequence, `queries` and `keys` repeat another of its queries or keys.
+    Past the end of a sequence, `queries` and `keys` repeat another query or key of the same sequence.
     """
 
     queries: Tensor
@@ -106,7 +106,7 @@ class _QueryBlocks(NamedTuple):
 
 
 class PackedIndex(NamedTuple):
-    """The queries and keys of a stream that `attend_packed` multiplies together.
+    """Which queries and keys of a stream `attend_packed` multiplies together.
 
     output_index int64 [T' x K]: index of each row of q [T' x K, g x C] in the concatenated query blocks.
     """
@@ -120,7 +120,7 @@ class _QuerySpan(NamedTuple):
 
     stream_start: int  # index of the sequence's first token in the stream
     first_query: int  # position of the first query
-    end: int  # position after the last query, which is also the newest visible key
+    end: int  # position after the last query, whose token is also the newest visible key
     first_key: int  # start position of the oldest key block that the first query sees
 
 
@@ -153,10 +153,10 @@ def index_packed(
     hidden_index = hidden_index.cpu()
     query_blocks: list[_QueryBlocks] = []
     for (num_key_blocks, num_queries), spans in _query_spans(lengths, num_shared, window).items():
-        # One number per query block: these four are [n, 1].
+        # Each of these four tensors is [n, 1]: one number per query block.
         stream_start, first_query, end, first_key = torch.tensor(spans).T.unsqueeze(2)
         query = first_query + torch.arange(num_queries)  # [n, R]
-        # Beyond the end, repeat the last query: the softmax of a query without keys would be NaN.
+        # Beyond the end, repeat the last query, because the softmax of a query without keys would be NaN.
         query = query.minimum(end - 1)
 
         key = first_key + torch.arange(num_key_blocks * BLOCK)  # [n, keys]
@@ -173,7 +173,7 @@ def index_packed(
             mask=mask[:, None, :, None].to(device),
         )
         query_blocks.append(blocks)
-    # Outputs are in the order of the queries, and a repeated query's first output is the real one.
+    # Outputs have the same order as the queries, and a repeated query's first output is the real one.
     queries = torch.cat([blocks.queries for blocks in query_blocks])
     _, output_index = np.unique(queries.cpu(), return_index=True)
     return PackedIndex(query_blocks, torch.from_numpy(output_index).to(device))
@@ -184,7 +184,7 @@ def _query_spans(
     num_shared: Iterable[int],
     window: int | None,
 ) -> dict[tuple[int, int], list[_QuerySpan]]:
-    """Split sequences into query blocks, grouped by shape: the number of key blocks, and R."""
+    """Split sequences into query blocks, grouped by shape: the number of key blocks and the number of queries R."""
     spans: dict[tuple[int, int], list[_QuerySpan]] = {}
     max_queries = QUERY_BLOCK_SIZES[-1]
     stream_start = 0
@@ -204,7 +204,7 @@ def _query_spans(
 
 
 def _head_rows(hidden_index: Tensor, num_kv_heads: int) -> Tensor:
-    """Return rows of a matrix [T' x K, ...] for hidden indices [n, m], for each KV head: [n x K x m].
+    """Return the rows of a matrix [T' x K, ...] for hidden indices [n, m] and all KV heads, as [n x K x m].
 
     Row t x K + h belongs to KV head h of token t.
     """
@@ -218,7 +218,7 @@ def mask_keys(
     query: Tensor,
     window: int | None,
 ) -> Tensor:
-    """Return fp32 0 where a query sees a key, else -inf. The int64 positions `key` and `query` are broadcast."""
+    """Return fp32 0 where a query sees a key, else -inf. Broadcasts the int64 positions `key` and `query`."""
     is_masked = key > query
     if window is not None:
         is_masked |= key <= query - window
@@ -258,28 +258,28 @@ def attend_packed(
 class DecodeIndex(NamedTuple):
     """The blocks of a cache pool that each of B requests reads in a decode step, for all layers with the same window.
 
-    A request has up to n entries: the blocks in its block table, starting with the first one that its token sees.
+    A request has up to n entries: the blocks in its block table, starting with the first block that its token sees.
     keys int64 [B, n x BLOCK]: the position of each entry's keys in the request's sequence.
     unused_entries bool [B, 1, n, 1]: entries beyond a request's last block. Their results are set to 0.
 
-    The portable kernel multiplies each block once, for all of its users (the requests that read it). Each user has a
-    slot per KV head, which holds the g query heads that share this KV head: g rows of the products. All blocks of a
-    batched product must have the same number of slots, so there are up to two `block_sets`, each with its rows:
+    The portable kernel multiplies each block once, for all its users (the requests that read it). Each user has a slot
+    per KV head, which holds the g query heads that share this KV head: g rows of the products. All blocks of a batched
+    product must have the same number of slots, so there are up to two `block_sets`, each with its rows:
 
-    - Live blocks have `min_users` slots each per KV head. Normally they are all blocks of the pool up to the highest
-      one that is read, multiplied in place. If too few of these are read, they are copies of the blocks that are read
-      (int64).
+    - Live blocks have `min_users` slots each per KV head. Normally, the live blocks are all blocks of the pool up to
+      the highest one that is read, multiplied in place. If too few of these are read, the live blocks are copies of the
+      blocks that are read (int64).
     - Blocks with more users (a group shares the full blocks of its prompt) appear again after the live blocks (int64),
       with as many slots as the block with the most users needs. Their slots among the live blocks stay empty.
 
     Slots are ordered by block, then KV head, then user. The kernel gathers rows with these int64 indices:
 
     query [slots x g]: the query heads of each slot, as rows of q [B x H, C].
-    score [B x H x n]: for each query head and entry, its row in the key products [slots x g, BLOCK], which holds its
-        scores, and in the value products [slots x g, C], which holds its results.
+    score [B x H x n]: for each query head and entry, the row that holds its scores in the key products
+        [slots x g, BLOCK], and its results in the value products [slots x g, C].
     prob [slots x g]: the inverse of `score`, as rows of the probabilities [B x H x n, BLOCK].
 
-    Empty slots read row 0, and nothing reads their results.
+    Empty slots read row 0, and their results are never read.
 
     Example: three requests, two of which share a prompt whose first block is full; K = 1, g = 2, min_users = 1.
 
@@ -320,7 +320,7 @@ def index_decode(
     num_blocks = (tables >= 0).sum(1)
     first_block = np.zeros_like(num_blocks)
     if window is not None:
-        # The first token of the last block sees keys back to this one.
+        # This is the oldest key that the first token of the last block sees.
         oldest_key = (num_blocks - 1) * BLOCK - window + 1
         first_block = oldest_key.clip(min=0) // BLOCK
     num_entries = num_blocks - first_block
@@ -333,7 +333,7 @@ def index_decode(
     block_sets, slot = _assign_slots(block, num_kv_heads, groups, min_users)
 
     # Beyond its last block, a request reads that block again. Another request's block could contain NaN, and NaN plus
-    # the mask's -inf is NaN.
+    # the -inf of the mask is NaN.
     first_entry = num_entries.cumsum() - num_entries
     clamped_column = np.minimum(column, num_entries[:, None] - 1)
     entry = first_entry[:, None] + clamped_column  # [B, n]
@@ -361,7 +361,7 @@ def _assign_slots(
     groups: int,
     min_users: int,
 ) -> tuple[list[_BlockSet], np.ndarray]:
-    """Return the block sets for a decode step, and each entry's slot per KV head, int64 [E, K].
+    """Return the block sets of a decode step, and each entry's slot for each KV head, int64 [E, K].
 
     block int32 [E]: each entry's block, ordered by request.
     """
@@ -391,7 +391,7 @@ def _assign_slots(
         block_sets.append((torch.from_numpy(live_ids[shared]), slice(num_slots * groups, end * groups)))
     if max_users > 1:
         # Number the users of each block 0, 1, ... in the order of the entries: sort the entries by block, and subtract
-        # the number of entries of lower blocks from each entry's index.
+        # the number of entries for lower blocks from each entry's index.
         order = live_index.argsort(kind="stable")
         num_lower_entries = num_users.cumsum() - num_users
         user = np.arange(len(order)) - num_lower_entries.repeat(num_users)
@@ -409,7 +409,7 @@ def decode(
     """Compute attention of the newest tokens q [B, H, C] over a pool -> [B, H, C].
 
     keys [S, K, C, BLOCK] and values [S, K, BLOCK, C]: the pool of S blocks.
-    mask fp32 [B, 1, n x BLOCK]: 0 where a request sees the key, else -inf; added to the scores.
+    mask fp32 [B, 1, n x BLOCK]: added to the scores; 0 where a request sees a key, else -inf.
     Each block is multiplied once for all its users. The softmax covers each request's own blocks.
     """
     num_requests, num_heads, dim = q.shape
@@ -445,7 +445,7 @@ def _multiply_blocks(
 
 
 def _softmax(scores: Tensor, mask: Tensor, dim: int) -> Tensor:
-    """Return the softmax of scores [..., keys] / sqrt(dim) + mask, computed in fp32 and rounded to their dtype."""
+    """Return the softmax of scores [..., keys] / sqrt(dim) + mask, computed in fp32, in the dtype of the scores."""
     masked_scores = torch.add(mask, scores, alpha=1 / math.sqrt(dim))
     return torch.softmax(masked_scores, -1).to(scores.dtype)
 

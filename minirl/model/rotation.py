@@ -16,8 +16,9 @@ Rotation = tuple[Tensor, Tensor]
 def rope_table(rope: Rope, num_positions: int, device: torch.device) -> Rotation:
     """Return a rope's rotation at each position.
 
-    It is a table because the vectorized cosine and its scalar tail differ in the last bit. All models with this rope
-    share the table. It is not a module buffer, because it must survive the meta device and never be cast.
+    Rotations are looked up in a table because the vectorized cosine and its scalar tail differ in the last bit. All
+    models with this rope share the table. It is not a module buffer, because a buffer would have no values in a model
+    built on the meta device, and could be cast.
     """
     position = torch.arange(num_positions, dtype=torch.float32)
     angle = position[:, None] * torch.tensor(rope.frequencies, dtype=torch.float32)
@@ -28,10 +29,10 @@ def rope_table(rope: Rope, num_positions: int, device: torch.device) -> Rotation
 
 
 def rotate(x: Tensor, rotation: Rotation, scale: float = 1.0) -> Tensor:
-    """Rotate x [T, heads, C], multiplied by `scale`, in fp32 (fp64 for fp64), and round once.
+    """Multiply x [T, heads, C] by `scale` and rotate it, in fp32 (fp64 for fp64), rounding once.
 
-    rotation: the rows of `rope_table` for these tokens. A pair (a, b) of channels, paired as in Hugging Face, becomes
-    (a cos - b sin, b cos + a sin). The minus sign is part of the signed sin.
+    rotation: the rows of `rope_table` for these tokens. A channel pair (a, b), paired as in Hugging Face, becomes
+    (a cos - b sin, b cos + a sin). The table's signed sin includes the minus sign.
     """
     upcast = x.to(at_least_fp32(x.dtype))
     if scale != 1:

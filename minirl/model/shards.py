@@ -1,9 +1,9 @@
 """Linear layers sharded by rows across ranks, as in FSDP, so that decoding never gathers full weights.
 
-Each rank decodes its own requests, with its own cache, but the ranks run the layers together. Before each forward,
-they begin a pass (`ShardGroup.begin_pass`). In a pass, a `SharedLinear` sends its rank's tokens to all ranks; each rank
-multiplies all ranks' tokens by its rows of the weight, and sends each rank its output columns. No sum is split, so the
-outputs match those of unsharded weights bitwise. Nothing here is differentiable.
+Each rank decodes its own requests, with its own cache, but the ranks run the layers together. Before each forward, the
+ranks begin a pass (`ShardGroup.begin_pass`). In a pass, a `SharedLinear` sends its rank's tokens to all ranks; each
+rank multiplies all ranks' tokens by its own rows of the weight, and returns the output columns to the tokens' ranks. No
+sum is split, so the outputs match those of unsharded weights bitwise. Nothing here is differentiable.
 
 Shapes: T tokens on this rank, A tokens across all ranks, R weight rows per rank.
 """
@@ -22,11 +22,11 @@ from minirl.ranks.time_account import spent_on
 
 
 class PassState(NamedTuple):
-    """What all ranks know about a pass that they begin together.
+    """The state of a pass, as known to the ranks that begin it together.
 
-    any_has_tokens: whether any rank has tokens; otherwise no rank runs the layers.
+    any_has_tokens: whether any rank has tokens; if not, no rank runs the layers.
     others_have_tokens: whether any rank other than this one has tokens.
-    all_are_done: whether all ranks are out of tokens for this generation phase.
+    all_are_done: whether no rank has more tokens in this generation phase.
     """
 
     any_has_tokens: bool = False
@@ -41,15 +41,15 @@ class ShardGroup:
         self._num_ranks = world_size()
         # Number of activation rows per rank in this pass.
         self._num_rows: list[int] = []
-        # The last input and its gathered rows, because the next layer often has the same input.
+        # The last input and its gathered rows, kept because the next layer often has the same input.
         self._gathered: tuple[Tensor, Tensor] | None = None
 
     @spent_on("wait_ranks")
     def begin_pass(self, num_rows: int, *, has_tokens: bool, is_done: bool) -> PassState:
-        """Begin a pass through the layers, unless no rank needs one (collective).
+        """Begin a pass through the layers (collective); if no rank has tokens, the ranks skip the layers.
 
         num_rows: number of this rank's activation rows, including padding.
-        is_done: whether this rank has no more tokens until all ranks are done.
+        is_done: whether this rank will have no more tokens until all ranks are done.
         """
         own_state = torch.tensor([num_rows, has_tokens, is_done])
         rank_states = [torch.empty_like(own_state) for _ in range(self._num_ranks)]
@@ -81,7 +81,7 @@ class ShardGroup:
 
     @spent_on("decode_comm")
     def _exchange(self, rows: Tensor, num_sent: Sequence[int], num_received: Sequence[int]) -> Tensor:
-        """Send each rank its number of rows, in order; return the received rows (collective)."""
+        """Send the first num_sent[0] rows to rank 0, the next to rank 1, etc.; return the received rows. Collective."""
         as_bytes = rows.contiguous().view(torch.uint8)  # gloo does not support every dtype
         received = as_bytes.new_empty(sum(num_received), as_bytes.shape[1])
         dist.all_to_all_single(received, as_bytes, list(num_received), list(num_sent))
@@ -91,8 +91,8 @@ class ShardGroup:
 class SharedLinear(Linear):
     """A linear layer whose rows are sharded across ranks. Its forward is collective.
 
-    Every rank has the same number of rows, rounded up. The last ranks are padded with zero rows, whose columns are
-    dropped.
+    Every rank has the same number of rows, rounded up. The last ranks are padded with zero rows, whose output columns
+    are dropped.
     """
 
     def __init__(self, full_layer: Linear, shard_group: ShardGroup, adapters: Adapters | None):

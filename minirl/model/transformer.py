@@ -4,8 +4,8 @@
 pass different layouts. It returns hidden states, from which callers compute logits one chunk at a time
 (`training.scoring`, `generation.sampling`).
 
-Read it as a Llama: each layer adds attention over the normed stream, then a gated MLP. Features of other families
-depend on a field of `config.ModelConfig` (`qk_norm`, `attention_gate`, `norms`, `delta_net`, `scales_embeddings`),
+Read it as a Llama: each layer adds attention over the normed stream, then a gated MLP. Each feature of other families
+depends on a field of `config.ModelConfig` (`qk_norm`, `attention_gate`, `norms`, `delta_net`, `scales_embeddings`),
 never on a family's name; `families` sets each family's fields. Norm statistics, rope tables and rotations are computed
 in fp32 (fp64 in an fp64 model).
 
@@ -104,8 +104,8 @@ _NO_NORM = nn.Identity()
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
-    `config.norms` may place norms after attention and the MLP, or both before and after. Some layers have a gated delta
-    net instead of attention. is_recomputed: whether backward reruns the whole layer.
+    `config.norms` may instead place norms after attention and the MLP, or both before and after them. Some layers have
+    a gated delta net instead of attention. is_recomputed: whether backward reruns the whole layer.
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, is_recomputed: bool = False):
@@ -149,8 +149,8 @@ class Transformer(nn.Module):
     """A causal language model with `lm_head`, or, with `config.scalar_head`, a value or reward model with `score`.
 
     recompute_layers: whether backward reruns each layer's forward instead of saving its activations.
-    shard_group: the ranks that share the linear layers (`shards.share_layers`). Each forward is then collective, within
-        a pass begun by `ShardGroup.begin_pass`.
+    shard_group: the ranks that share the linear layers (`shards.share_layers`), or None. If it is set, each forward is
+        collective, within a pass begun by `ShardGroup.begin_pass`.
     min_rows: minimum number of rows that the layers compute, including padding: [0, heads x C] has no unique view as
         [0, heads, C].
     """
@@ -178,7 +178,7 @@ class Transformer(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers, whose linear layers get adapters and are sharded."""
+        """The decoder layers, whose linear layers may get adapters or be sharded."""
         return self.model.layers
 
     @property
@@ -194,7 +194,7 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         """Return the hidden states [T, D] after the final norm, for tokens and positions int64 [T].
 
-        Collective among the ranks of `shard_group`, if it is set.
+        Collective among the ranks of `shard_group` if there is one.
         """
         positions = padding.pad_rows(positions, self.min_rows)
         rotations = {}
@@ -215,9 +215,9 @@ class Transformer(nn.Module):
 
 
 def add_adapters(model: nn.Module, layers: nn.ModuleList, adapters: Adapters) -> None:
-    """Add adapters to the linear layers among `layers`, and freeze all other parameters except a scalar head.
+    """Add adapters to the linear layers in `layers`, and freeze all other parameters except a scalar head.
 
-    Raises InputError if there are no linear layers.
+    Raises InputError if `layers` contains no linear layers.
     """
     linear = [module for module in layers.modules() if isinstance(module, Linear)]
     refuse(
@@ -241,15 +241,15 @@ def make_meta_model(config: ModelConfig, *, recompute_layers: bool = False) -> T
 def is_batch_invariant(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, num_shards: int = 1
 ) -> bool:
-    """Return whether a token has the same bits in any batch on this machine, measured on all of this model's products.
+    """Return whether a token's results have the same bits in any batch, from measurements on this machine.
 
-    num_shards: number of parts in which decoding computes a layer's output columns.
+    Measures all products of the model. num_shards: number of parts in which decoding computes a layer's output columns.
     """
     if config.hf_backend is not None and not config.hf_backend.is_exact:
         return False
     model = make_meta_model(config)
     parameters = model.layers.parameters()
-    # Experts are stacked: [experts, out, in].
+    # The weights of experts are stacked: [experts, out, in].
     layers = [(weight.shape[-1], weight.shape[-2]) for weight in parameters if weight.ndim > 1]
     head = [] if config.scalar_head else [chunk.t().shape for chunk in model.head.split(VOCAB_CHUNK)]
     is_invariant = (

@@ -47,10 +47,10 @@ _DTYPES = ("F32", "BF16", "F16", "F64")
 def check_weights(config: ModelConfig, folder: Path) -> None:
     """Raise InputError if the folder's tensors do not fit this model. Call it before every load.
 
-    Rejects a folder without safetensors files, missing or unexpected tensors, wrong shapes, unsupported dtypes, and a
-    folder with adapters for a model that adds its own. Reads only names, shapes and dtypes, and allocates no weights,
-    because a wrong config.json may imply more memory than the machine has. Collective if there are several nodes, which
-    must all have the same weights.
+    Rejects missing safetensors files, missing or unexpected tensors, wrong shapes, unsupported dtypes, and a folder
+    that already has adapters if the model adds its own. Reads only names, shapes and dtypes, and allocates no weights,
+    because a wrong config.json may call for more memory than the machine has. Collective on several nodes, which must
+    all have the same weights.
     """
     refuse(
         config.adapters and has_adapters(folder),
@@ -85,8 +85,9 @@ def load_weights(model: Transformer, folder: Path) -> None:
     """Fill the parameters from the folder's safetensors files. Not collective.
 
     For DTensors, fills this rank's shard. A folder with adapters is loaded as its base with the adapters merged. The
-    model's own adapters get initial values, and so does a scalar head if the folder has a language model. Call
-    `check_weights` first. Raises InputError, naming a tensor with non-finite values or adapters that do not fit.
+    model's own adapters get initial values, and so does a scalar head if the folder contains a language model. Call
+    `check_weights` first. Raises InputError, naming the tensor, if a tensor has non-finite values or an adapter does
+    not fit.
     """
     config = model.config
     files = _tensor_files(folder)
@@ -124,9 +125,9 @@ def _check_tied_head(files: Mapping[str, Path], embedding: str) -> None:
 
 
 def _read_stored(config: ModelConfig, files: Mapping[str, Path], stored_names: Sequence[str]) -> Any:
-    """Return a parameter's value from the tensors that store it: a slice of a single tensor, or all of them joined.
+    """Return a parameter's stored value: a safetensors slice if one tensor stores it, otherwise its tensors joined.
 
-    A slice keeps only its own file open: pages that were read stay in memory until their file is closed.
+    A slice keeps only its own file open, because pages that were read stay in memory until their file is closed.
     """
     if len(stored_names) == 1:
         with open_tensors(files[stored_names[0]]) as file:
@@ -143,7 +144,7 @@ def checkpoint_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> di
 
 
 def _checkpoint_shapes(config: ModelConfig) -> dict[str, Tensor]:
-    """Return the tensors that a folder stores for this model, on the meta device."""
+    """Return meta tensors with the names and shapes of the tensors that a folder stores for this model."""
     return checkpoint_tensors(config, dict(make_meta_model(config).named_parameters()))
 
 
@@ -155,7 +156,7 @@ def _checkpoint_name(name: str, prefix: str) -> str:
 def passthrough_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
     """Return the folder's tensors outside the model that are saved with it (`config.passthrough_weight_patterns`).
 
-    Models with a scalar head or adapters save none.
+    For models with a scalar head or adapters, return no tensors.
     """
     if config.scalar_head or config.adapters or not config.passthrough_weight_patterns:
         return {}
@@ -179,7 +180,7 @@ def check_shape(shape: Sequence[int], param: Tensor, label: str) -> None:
 def load_replica(folder: Path, *, dtype: torch.dtype, scalar_head: bool | None = False) -> Transformer:
     """Load a frozen, unsharded model in `dtype` on the host. Neither this nor its forward is collective.
 
-    It is a reference model or, with a scalar head, a reward model. scalar_head: see `read_config`.
+    The model is a reference model or, with a scalar head, a reward model. scalar_head: see `read_config`.
     """
     config = read_config(folder, scalar_head=scalar_head)
     check_weights(config, folder)
@@ -191,7 +192,7 @@ def load_replica(folder: Path, *, dtype: torch.dtype, scalar_head: bool | None =
 
 
 def truncate_vocabulary(model: Transformer, vocab_size: int) -> None:
-    """Truncate a frozen model's embeddings and head to `vocab_size` tokens, if they have more."""
+    """Truncate a frozen model's embeddings and head to `vocab_size` tokens if they have more."""
     for module in (model.embed_tokens, model.lm_head):
         for parameter in module.parameters():
             parameter.data = parameter.data[:vocab_size]
@@ -208,9 +209,9 @@ def _is_unused(config: ModelConfig, name: str) -> bool:
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Return each tensor's safetensors file: model.safetensors if it exists, as in transformers, otherwise by index.
+    """Return each tensor's safetensors file: model.safetensors if it exists, otherwise the file named by the index.
 
-    For a folder with adapters, return the base's files.
+    transformers also prefers model.safetensors. For a folder with adapters, return the base's files.
     """
     if has_adapters(folder):
         folder = base_folder(folder)
@@ -237,7 +238,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def weights_fingerprint(folder: Path) -> int:
-    """Return a checksum over 16,384 bytes of each weights file; any training changes it. Not collective.
+    """Return a checksum of 16,384 bytes from each weights file; any training changes it. Not collective.
 
     Reading every byte would take as long as loading the weights.
     """
@@ -250,7 +251,7 @@ def weights_fingerprint(folder: Path) -> int:
 
 @torch.no_grad()
 def fill_parameter(param: Tensor, stored: Any, label: str) -> None:
-    """Copy a stored tensor into `param`, or the matching rows into this rank's shard of a DTensor. Not collective.
+    """Copy a stored tensor into `param`; for a DTensor, copy this rank's rows into its shard. Not collective.
 
     stored: a full tensor of the parameter's shape, or a slice from `safetensors.safe_open`, of which only the needed
     part is read. Raises InputError, prefixed with `label`, if a value is non-finite.
@@ -259,12 +260,12 @@ def fill_parameter(param: Tensor, stored: Any, label: str) -> None:
     shard_rows: Any = ...
     if hasattr(param, "to_local"):
         local_shard = param.to_local()
-        # FSDP splits the rows into chunks of equal size; the last ones may have fewer rows, or none.
+        # FSDP splits the rows into chunks of equal size, except that the last chunks may have fewer rows, or none.
         first_row = rank() * math.ceil(len(param) / world_size())
         shard_rows = slice(first_row, first_row + len(local_shard))
     if local_shard.numel() == 0:
         return
-    # Copy to the device first: torch would cast on the host, and then copy the larger dtype.
+    # Copy to the device before casting: `copy_` alone would cast on the host, and then transfer the larger dtype.
     local_shard.copy_(stored[shard_rows].to(local_shard.device))
     refuse(
         not is_finite(local_shard),
@@ -292,9 +293,9 @@ def write_folder(
 ) -> None:
     """Write the files of a Hugging Face folder and sync each to disk. Raises OSError, naming the file.
 
-    Writes `tensors` in their dtype, the tensors of `passthrough_tensors`, `config` with that dtype, and
-    `tokenizer_files`.
-    peft_config: set if `tensors` are adapters, which are then written in PEFT's format.
+    Writes `tensors` in their dtype, the `passthrough` tensors (see `passthrough_tensors`), `config` with the dtype of
+    `tensors`, and `tokenizer_files`.
+    peft_config: given if `tensors` are adapters, which are then written in PEFT's format.
     """
     contents = dict(tokenizer_files)
     dtype = next(iter(tensors.values())).dtype
@@ -307,8 +308,8 @@ def write_folder(
         stored = checkpoint_tensors(model_config, tensors)
     else:
         weights_name = WEIGHTS_FILE
-        # transformers loads a vision model in full, or its language model alone. Clone, because tensors in one file
-        # must not share memory.
+        # transformers loads either the full vision model or only its language model, so write both names. Clone the
+        # tensors, because tensors in one file must not share memory.
         is_vision = model_config.weight_prefix != "model."
         prefixes = ("model.", "model.language_model.") if is_vision else ("model.",)
         stored = {

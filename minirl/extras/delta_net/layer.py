@@ -57,7 +57,7 @@ class GatedDeltaNet(nn.Module):
         upcast_dtype = at_least_fp32(x.dtype)
         num_rows = len(layout.positions)
 
-        # The rule's inputs without padding: [T', channels], and per value head [T', heads].
+        # The rule's inputs without padding: `mixed` [T', channels], and one number per value head [T', heads].
         mixed = self.in_proj_qkv(x)[:num_rows]
         beta_logits = self.in_proj_b(x).to(upcast_dtype)
         beta = activate(beta_logits, torch.sigmoid)[:num_rows]
@@ -80,7 +80,7 @@ class GatedDeltaNet(nn.Module):
         else:
             out = self._run_packed(mixed, decay, beta, layout)
 
-        # Back to [T, heads x C], gated.
+        # Normalize, pad and gate the outputs: [T, heads x C].
         weight = self.norm.weight.to(upcast_dtype)
         normed = F.rms_norm(out, weight.shape, weight, self.norm.eps)
         normed = padding.pad_rows(normed.flatten(1), len(x))
@@ -89,7 +89,7 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(gated.to(x.dtype))
 
     def _run_packed(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: PackedLayout) -> Tensor:
-        """Return the rule's outputs [T', heads, C] for packed sequences, and store their states if cached."""
+        """Return the rule's outputs [T', heads, C] for packed sequences, and store their states if they are cached."""
         # The convolution's inputs for each row, oldest first.
         windows = layout.derive(index_windows, self.shape.kernel_size)  # [kernel, T']
         padded = F.pad(mixed, (0, 0, 0, 1))  # a row of zeros, for tokens before a sequence begins
@@ -152,19 +152,19 @@ class GatedDeltaNet(nn.Module):
         )
 
     def _normalize_heads(self, x: Tensor) -> Tensor:
-        """Normalize queries or keys [T, key heads x C] to unit length, repeated for value heads: [T, heads, C]."""
+        """Scale queries or keys [T, key heads x C] to unit length; repeat them for the value heads: [T, heads, C]."""
         num_heads = self.shape.num_key_heads
         vectors = delta_rule.normalize(x.unflatten(1, (num_heads, -1)))
         return vectors.repeat_interleave(self.shape.num_value_heads // num_heads, 1)
 
 
 def _window_ages(size: int, device: torch.device) -> Tensor:
-    """Return the age of each input in a window, in tokens before the newest: size - 1 down to 0, int64 [size]."""
+    """Return how many tokens before the newest one each input in a window is: size - 1 down to 0, int64 [size]."""
     return torch.arange(size - 1, -1, -1, device=device)
 
 
 def index_windows(layout: PackedLayout, size: int) -> Tensor:
-    """Return the rows of the last `size` tokens up to each computed token: int64 [size, T'].
+    """Return the rows of the last `size` tokens up to and including each computed token: int64 [size, T'].
 
     The oldest token comes first. Row T' stands for a token before the sequence begins.
     """

@@ -8,8 +8,8 @@ strengths beta, and c the cumulative sum of g within the chunk:
 
 `run_chunks` computes packed sequences, one chunk of every sequence at a time. `run_row` computes the next row of each
 cached sequence from `DeltaStates`; when a new chunk begins, `StateCache` computes S' of the previous one. On the CPU,
-both give the same bits: they compute each row of U as a single-row product. `run_row` pads its other products to
-`min_batch_rows`, and their inner dimensions do not depend on the number of rows. Everything is computed in fp32 (fp64
+both compute the same bits: each row of U is a single-row product in both, and `run_row` pads its other products to
+`min_batch_rows` rows; their inner dimensions do not depend on the number of rows. Everything is computed in fp32 (fp64
 in an fp64 model).
 
 Shapes: T rows, H value heads, N chunks (or sequences), C rows per chunk.
@@ -44,10 +44,10 @@ class DeltaRows(NamedTuple):
 class ChunkIndex(NamedTuple):
     """The N chunks of packed sequences in rounds: the first chunk of each sequence, then the second, and so on.
 
-    Sequences are sorted longest first, so a round's chunks continue the first chunks of the previous round.
+    Sequences are sorted longest first, so a round's chunks continue the leading chunks of the previous round.
     rows int64 [N x DELTA_CHUNK]: the chunks' rows, as indices into the model's T' rows; T' for padding.
     round_sizes: number of chunks per round.
-    output_index int64 [T']: index of each row in `rows`; the first one if the row appears several times.
+    output_index int64 [T']: index of each row in `rows`; the first index if the row appears several times.
     """
 
     rows: Tensor
@@ -59,7 +59,7 @@ def index_chunks(layout: PackedLayout) -> ChunkIndex:
     """Split packed sequences into chunks.
 
     Rows that several sequences share are computed in each of them. For example, the first sequence has rows 0 to 69,
-    and the second has the first 35 of these and then 70 to 74:
+    and the second has the first 35 of these rows, followed by rows 70 to 74:
 
         round 0   chunk 0: 0 to 31                  chunk 1: 0 to 31
         round 1   chunk 2: 32 to 63                 chunk 3: 32 to 34, 70 to 74, padding
@@ -76,7 +76,7 @@ def index_chunks(layout: PackedLayout) -> ChunkIndex:
         chunks.append(padded.view(-1, DELTA_CHUNK))
     rounds = pack_sequence(chunks)
     all_rows = rounds.data.flatten()
-    # Padding has the highest row number, so it comes last in the sorted order.
+    # Padding has the highest row number, so it comes last in sorted order.
     _, first_index = np.unique(all_rows, return_index=True)
     output_index = torch.from_numpy(first_index[:num_rows])
     return ChunkIndex(
@@ -89,7 +89,7 @@ def index_chunks(layout: PackedLayout) -> ChunkIndex:
 def convolve(window: Iterable[Tensor], weight: Tensor) -> Tensor:
     """Apply a causal convolution per channel, then silu: [T, channels] in at least fp32.
 
-    window: inputs [T, channels] up to each row, oldest first and the row's own last. weight [channels, 1, kernel].
+    window: inputs [T, channels] up to each row, oldest first, the row's own input last. weight [channels, 1, kernel].
     """
     upcast_dtype = at_least_fp32(weight.dtype)
     taps = weight[:, 0].to(upcast_dtype).unbind(1)  # [channels] each
@@ -113,7 +113,7 @@ def run_chunks(
 ) -> Tensor:
     """Return the outputs [T', H, Dv] of packed sequences.
 
-    With `states`, also store the states after the last rows int64 [sequences] in these slots int64 [sequences].
+    With `states`, also store the states after `last_rows` int64 [sequences] in `slots` int64 [sequences].
     """
     chunks = DeltaRows(*(_gather_chunks(x, index.rows) for x in rows))  # [N, H, C, ...] each
     rounds = zip(*(x.split(index.round_sizes) for x in chunks), strict=True)
@@ -151,7 +151,7 @@ def _gather_chunks(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _run_chunk(rows: DeltaRows, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return O, U and S' for chunks, given their rows [N, H, C, ...] and S [N, H, Dk, Dv]."""
+    """Return O, U and S' for N chunks, given their rows [N, H, C, ...] and S [N, H, Dk, Dv]."""
     q, k, v, decay, beta = rows
     keys = k.mT
     cum_decay = decay.cumsum(-1)  # c, [N, H, C]
@@ -179,7 +179,7 @@ def run_row(
 ) -> Tensor:
     """Return the outputs [n, H, Dv] for n cached sequences' next rows, at these positions and slots int64 [n].
 
-    Stores the row's key, decay and update in `states`; S stays unchanged.
+    Stores each row's key, decay and update in `states`; S stays unchanged.
     num_padded: number of rows to which products are padded (`padded_rows`).
     """
     column = positions % DELTA_CHUNK  # index of each row in its chunk
@@ -191,13 +191,13 @@ def run_row(
     sequence = torch.arange(len(slots), device=slots.device)
     state_index = sequence
     if slots.device.type == "cpu" and int(slots.max()) < 2 * len(slots):
-        # Read all states up to the highest slot in place: copying would slow a step with 64 sequences by up to a
-        # third.
+        # Read all states up to the highest slot in place, because copying would slow down a step with 64 sequences by
+        # up to a third.
         state_rows = slice(int(slots.max()) + 1)
         state_index = slots
     state, keys, updates, decays = (pool[state_rows] for pool in states[1:])
 
-    # The sequence of each state; idle slots compute the first sequence, and their results are dropped.
+    # The sequence for each state. Idle slots compute the first sequence, and their results are dropped.
     sequence_at = slots.new_zeros(len(state))
     sequence_at[state_index] = sequence
     q, k, v, _, beta = (x[sequence_at] for x in rows)  # [N, H, ...]
@@ -233,14 +233,14 @@ def run_row(
 
 
 def _stack_padded(num_padded: int, *rows: Tensor) -> Tensor:
-    """Stack rows [n, H, D], and pad to [n, H, num_padded, D]: fewer rows would use a different kernel than a chunk."""
+    """Stack rows [n, H, D], and pad to [n, H, num_padded, D]: fewer rows could use another kernel than a chunk."""
     stacked = torch.stack(rows, 2)
     num_missing = num_padded - len(rows)
     return F.pad(stacked, (0, 0, 0, num_missing))
 
 
 def _solve_row(a: Tensor, rhs: Tensor, solved: Tensor) -> Tensor:
-    """Return a row [N, H, D] of the solution, given A's row a [N, H, C] and the earlier rows [N, H, C, D]."""
+    """Return one row [N, H, D] of U, given the rows of A [N, H, C] and R, and the earlier rows of U [N, H, C, D]."""
     row = a[..., None, :].contiguous()  # [N, H, 1, C]
     known_terms = row @ solved
     return rhs - known_terms[..., 0, :]
@@ -277,9 +277,9 @@ def padded_rows(shape: DeltaNet, device: torch.device) -> int:
 
 @measured
 def min_batch_rows(shape: DeltaNet) -> int | None:
-    """Measure the smallest number of padded rows at which `run_row` and `run_chunks` have the same bits on this CPU.
+    """Return the smallest number of padded rows with which `run_row` matches `run_chunks` bitwise on this CPU.
 
-    Return None if they never do.
+    Return None if no number of rows up to 16 achieves this.
     """
     length = DELTA_CHUNK + 9
     generator = torch.Generator().manual_seed(0)
@@ -301,7 +301,7 @@ def min_batch_rows(shape: DeltaNet) -> int | None:
 
 
 def _run_rows(rows: DeltaRows, shape: DeltaNet, length: int, num_sequences: int, num_padded: int) -> Tensor:
-    """Return `run_row`'s outputs [num_sequences x length, H, Dv] for the first sequences, of `length` rows each."""
+    """Return `run_row`'s outputs [num_sequences x length, H, Dv] for the first sequences, each with `length` rows."""
     slots = torch.arange(num_sequences)
     cache = StateCache(shape, num_sequences, dtype=torch.float32, device=slots.device)
     states = cache.layer(shape.layers[0])

@@ -12,19 +12,19 @@ from minirl.model.attention import to_device
 from minirl.model.batch_invariance import at_least_fp32
 from minirl.model.config import DeltaNet
 
-# Rows per chunk. Twice as many would slow down decoding and training on the CPU by a fifth.
+# Rows per chunk. Twice as many rows would slow down decoding and training on the CPU by a fifth.
 DELTA_CHUNK = 32
 
 
 class DeltaStates(NamedTuple):
-    """One layer's states for cached sequences, one slot per sequence: [slots, ...].
+    """One layer's states for cached sequences: tensors [slots, ...] with one slot per sequence.
 
-    inputs [.., kernel, channels]: a ring buffer of the newest convolution inputs; position p is at p % kernel.
+    inputs [.., kernel, channels]: a ring buffer of the newest convolution inputs; position p is in row p % kernel.
     state [.., H, Dk, Dv]: S at the start of the newest row's chunk. keys [.., H, Dk, C], updates [.., H, C, Dv] and
     decays [.., H, C]: K^T, U and g of the chunk's rows so far; later elements are arbitrary but finite.
 
-    A decode step may run twice (to warm up a CUDA graph), so it overwrites what it stores, and S changes only when the
-    next step begins.
+    A decode step may run twice (to warm up a CUDA graph). So the second run overwrites what the first one stored, and S
+    changes only when the next step begins.
     """
 
     inputs: Tensor
@@ -35,16 +35,16 @@ class DeltaStates(NamedTuple):
 
 
 class StateCache:
-    """All layers' states for the sequences in a cache's rows. A sequence's slot equals its row.
+    """All layers' states for the sequences in a cache's rows. A sequence's slot has the same index as its row.
 
-    A prefill writes all states of its rows.
+    A prefill writes all states for its rows.
     chunk_size: a decode step may compute several tokens of a sequence if they all lie in one chunk of this size.
     """
 
     chunk_size = DELTA_CHUNK
 
     def __init__(self, shape: DeltaNet, num_rows: int, *, dtype: torch.dtype, device: torch.device):
-        """Start all sequences with zero states. dtype: the model's dtype."""
+        """Allocate zero states for all rows. dtype: the model's dtype."""
         self._device = device
         self._states: dict[int, DeltaStates] = {}
         head_shape = (num_rows, shape.num_value_heads)
@@ -77,7 +77,7 @@ class StateCache:
                 pool[forks] = pool[parent].clone()
 
     def begin_step(self, rows: Tensor | np.ndarray, positions: Tensor | np.ndarray) -> None:
-        """Advance the states of sequences whose next token begins a chunk. Call once before each decode step.
+        """Advance the states of sequences whose next token begins a chunk. Call this once before each decode step.
 
         rows, positions: cache rows and positions of the step's tokens, int64 [B] on the host.
         """
@@ -92,7 +92,7 @@ class StateCache:
 
 
 def next_state(state: Tensor, keys: Tensor, updates: Tensor, cum_decay: Tensor) -> Tensor:
-    """Return the state [N, H, Dk, Dv] after a chunk, given the state before it, K^T, U and c."""
+    """Return the state [N, H, Dk, Dv] after a chunk, given the state before the chunk, K^T, U and c."""
     total_decay = cum_decay[..., -1:]  # [N, H, 1]
     k_out = keys * (total_decay - cum_decay).exp()[..., None, :]
     decayed_state = state * cum_decay.exp()[..., -1, None, None]

@@ -2,13 +2,13 @@
 
 A graph is captured with fixed addresses and a fixed batch size, so the engine pads each decode step to one of a few
 batch sizes (`padding.graph_batch_size`; 22 sizes up to 1,024 requests), and the step's inputs are copied into the
-graph's own buffers. Block table buffers are as wide as a table can get; the kernel reads no further than a request's
-keys.
+graph's own buffers. The buffer for a block table has the table's maximum width; the kernel reads no further than a
+request's keys.
 
-A graph also stores the addresses of the weights, which never change, and of the key/value cache, so it lives as long as
-the cache. Each batch size is captured on first use, which costs about three eager steps. On the CPU, nothing is
-captured: for tests, the same buffers are passed to the eager step. Steps in which the host reads from the device, as in
-some transformers modules, cannot be captured and stay eager as well.
+A graph also stores the addresses of the weights, which never change, and of the key/value cache, so a graph lives as
+long as the cache. Each batch size is captured on first use, which costs about three eager steps. On the CPU, nothing is
+captured, but the eager step gets the same buffers, so that tests cover them. Steps in which the host reads from the
+device, as in some transformers modules, cannot be captured and stay eager as well.
 """
 
 import functools
@@ -21,9 +21,10 @@ from torch import Tensor
 
 from minirl.ranks.process_group import print0
 
-# A graph and its result; None if the step stays eager.
+# A graph and its result tensor; None if the step stays eager.
 Captured = tuple[torch.cuda.CUDAGraph, Tensor] | None
-# All captures share one stream, because a memory pool's free memory belongs to a stream. It cannot be the default one.
+# All captures share one stream, because a memory pool's free memory belongs to a stream. The default stream cannot
+# capture a graph.
 _capture_stream = functools.cache(lambda: torch.cuda.Stream())
 _print_once = functools.cache(print0)
 SYNC_NOTE = "note: no CUDA graphs, because the host reads from the device in each step; decoding is slower"
@@ -45,7 +46,7 @@ class DecodeGraphs:
         self._memory_pool: Any = None
 
     def run(self, step: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Return the result of `step` for these inputs. On CUDA, the next step of the same kind overwrites it.
+        """Return the result of `step` for these inputs. On CUDA, the next step of the same kind overwrites this result.
 
         inputs: vectors [B] and block tables [B, n].
         """
@@ -68,11 +69,11 @@ class DecodeGraphs:
     def _capture(self, step: Callable[..., Tensor], buffers: Sequence[Tensor]) -> Captured:
         """Run the step so that its kernels are compiled, then capture it. Return the graph and its result.
 
-        Return None if the host reads from the device during the step. These runs, and the replay that follows, all
-        write the same keys and values to the same cache slots.
+        Return None if the host reads from the device during the step. Running the step several times is harmless,
+        because each run, and the replay that follows, writes the same keys and values to the same cache slots.
 
-        `torch.cuda.graph` is avoided: each time, it returns all cached memory to the system, including pinned host
-        memory, and getting it back takes seconds.
+        `torch.cuda.graph` is avoided, because each use returns all cached memory to the system, including pinned host
+        memory, and allocating it again takes seconds.
         """
         step(*buffers)
         # Check a second step for synchronization, since the first one may have built tables.

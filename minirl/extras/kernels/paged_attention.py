@@ -1,9 +1,9 @@
-"""Decode attention over block tables as a Triton kernel for CUDA.
+"""A Triton kernel for decode attention over block tables on CUDA.
 
-It reads pools in the portable kernel's layout, so one layout serves both: a key block [C, BLOCK] is the right operand
-of its product without a transpose. Scores, softmax and sums are computed in fp32. Each program reads the keys of one
-request and KV head, or a split of them if there are few requests. Data beyond a request's keys has no effect, even NaN,
-so blocks need no clearing. The launch depends only on argument shapes, so that a CUDA graph can replay it.
+It reads pools in the portable kernel's layout, so one layout serves both kernels: a key block [C, BLOCK] is the right
+operand of its product without a transpose. Scores, softmax and sums are computed in fp32. Each program reads the keys
+of one request and KV head, or a split of them if there are few requests. Data beyond a request's keys has no effect,
+even NaN, so blocks need not be cleared. The launch depends only on argument shapes, so that a CUDA graph can replay it.
 """
 
 import torch
@@ -19,7 +19,7 @@ MAX_CHANNEL_BYTES = 128
 MAX_TILE_BYTES = 32768
 # Triton's compile options. num_stages is the number of tiles loaded from memory at the same time.
 OPTIONS = {"num_warps": 4, "num_stages": 3}
-# Number of programs that saturates the GPU. With fewer requests x KV heads, their keys are split.
+# Number of programs that saturates the GPU. If there are fewer requests x KV heads, the keys are split.
 MIN_PROGRAMS = 512
 
 
@@ -30,7 +30,7 @@ def decode(
 
     keys [S, K, C, BLOCK] and values [S, K, BLOCK, C]: the pool of S blocks.
     blocks int32 [B, n] and lengths int32 [B] >= 1: as in `attention.PagedMetadata`.
-    Rows after the first B are arbitrary.
+    Output rows beyond the first B are arbitrary.
     """
     num_padded, num_heads, dim = q.shape
     num_kv_heads = keys.shape[1]
@@ -39,8 +39,8 @@ def decode(
     num_splits = 1
     while num_padded * num_kv_heads * num_splits < MIN_PROGRAMS and num_splits < max_blocks:
         num_splits *= 2
-    # Each split returns the weighted mean of its values, and the log of its own weight among the splits. A single
-    # split's mean is the result.
+    # Each split returns the weighted mean of its values, and the log of its own weight among the splits. If there is
+    # only one split, its mean is the result.
     mean_dtype = q.dtype if num_splits == 1 else torch.float32
     means = q.new_empty(num_padded, num_kv_heads, num_splits, groups, dim, dtype=mean_dtype)
     log_weights = q.new_empty(num_padded, num_kv_heads, num_splits, groups, dtype=torch.float32)
@@ -84,7 +84,7 @@ def constants(num_kv_heads: int, groups: int, dim: int, block: int, dtype: torch
 
 
 def _padded_size(size: int) -> int:
-    """Return the next power of two, at least 16, which is the minimum size for `tl.dot`."""
+    """Return the next power of two, but at least 16, the minimum size for `tl.dot`."""
     return max(16, next_power_of_two(size))
 
 
@@ -108,7 +108,7 @@ def attend_blocks(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Compute one split of one request and KV head. Triton compiles the kernel on first use."""
+    """Compute attention for one split of one request and KV head. Triton compiles this kernel on first use."""
     request = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -139,7 +139,7 @@ def attend_blocks(  # type: ignore[no-untyped-def]
         first_key = tile * TILE
         block = tl.load(blocks + request * max_blocks + first_key // BLOCK).to(tl.int64)
         block_start = (block * NUM_KV + head) * DIM * BLOCK
-        # The hint makes key loads 16 bytes wide; without it, they compile to 2 bytes each.
+        # The hint makes each key load 16 bytes wide; without it, key loads compile to 2 bytes each.
         offset = tl.multiple_of(first_key % BLOCK, TILE) + key
         is_seen = (first_key + key < end) & (first_key + key >= begin)
         # Mask the scores instead of the keys: a mask by `is_seen` would break the wide loads.
@@ -155,7 +155,7 @@ def attend_blocks(  # type: ignore[no-untyped-def]
         )
         scores = tl.dot(query, k, input_precision="ieee") * scale
         scores = tl.where(is_seen, scores, -float("inf"))
-        # The maximum is finite, because every tile has a visible key.
+        # The maximum is finite, because every tile contains a visible key.
         new_max = tl.maximum(running_max, tl.max(scores, 1))
         probs = tl.exp(scores - new_max[:, None])
         rescale = tl.exp(running_max - new_max)
