@@ -49,7 +49,7 @@ def min_queries(head_dim: int, dtype: torch.dtype) -> int | None:
     num_rows = PROBED_ROWS[-1]
     q, k = batch_invariance.cancelling_operands(4, num_rows, head_dim, 2 * BLOCK, dtype)
     probs, v = batch_invariance.cancelling_operands(4, num_rows, BLOCK, head_dim, dtype)
-    # Values of two key blocks; only the second is multiplied.
+    # Probabilities and values for two key blocks; only the second block is multiplied.
     probs = F.pad(probs, (BLOCK, 0))
     v = F.pad(v.transpose(1, 2), (0, 0, BLOCK, 0))
     mismatched = [rows for rows in PROBED_ROWS if not _rows_match_bitwise(q, k, probs, v, rows)]

@@ -241,9 +241,9 @@ def make_meta_model(config: ModelConfig, *, recompute_layers: bool = False) -> T
 def is_batch_invariant(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, num_shards: int = 1
 ) -> bool:
-    """Return whether a token's results have the same bits in any batch, from measurements on this machine.
+    """Return whether a token's results have the same bits in any batch, based on measurements on this machine.
 
-    Measures all products of the model. num_shards: number of parts in which decoding computes a layer's output columns.
+    Measures all the model's products. num_shards: number of parts in which decoding computes a layer's output columns.
     """
     if config.hf_backend is not None and not config.hf_backend.is_exact:
         return False

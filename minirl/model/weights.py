@@ -45,7 +45,7 @@ _DTYPES = ("F32", "BF16", "F16", "F64")
 
 
 def check_weights(config: ModelConfig, folder: Path) -> None:
-    """Raise InputError if the folder's tensors do not fit this model. Call it before every load.
+    """Raise InputError if the folder's tensors do not fit this model. Call this before every load.
 
     Rejects missing safetensors files, missing or unexpected tensors, wrong shapes, unsupported dtypes, and a folder
     that already has adapters if the model adds its own. Reads only names, shapes and dtypes, and allocates no weights,
@@ -154,9 +154,9 @@ def _checkpoint_name(name: str, prefix: str) -> str:
 
 
 def passthrough_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
-    """Return the folder's tensors outside the model that are saved with it (`config.passthrough_weight_patterns`).
+    """Return the folder's tensors that are not part of the model but are saved with it.
 
-    For models with a scalar head or adapters, return no tensors.
+    `config.passthrough_weight_patterns` matches their names. For models with a scalar head or adapters, return none.
     """
     if config.scalar_head or config.adapters or not config.passthrough_weight_patterns:
         return {}
@@ -178,7 +178,7 @@ def check_shape(shape: Sequence[int], param: Tensor, label: str) -> None:
 
 
 def load_replica(folder: Path, *, dtype: torch.dtype, scalar_head: bool | None = False) -> Transformer:
-    """Load a frozen, unsharded model in `dtype` on the host. Neither this nor its forward is collective.
+    """Load a frozen, unsharded model in `dtype` on the host. Neither loading nor the model's forward is collective.
 
     The model is a reference model or, with a scalar head, a reward model. scalar_head: see `read_config`.
     """
