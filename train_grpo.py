@@ -4,8 +4,8 @@ r"""GRPO and its family: group-relative policy optimization of a language model,
     torchrun --nproc-per-node 8 train_grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --chat --task gsm8k
     python train_grpo.py --model DIR --data my.jsonl --reward my_reward.py:score --algorithm dapo
 
-Each step generates group_size completions per prompt, rewards them, scores them under the reference (if there is a KL
-term) and updates the policy on the sum over tokens of
+Each step generates group_size completions per prompt, rewards them, scores them under the reference model (if there is
+a KL term) and updates the policy on the sum over tokens of
 
     loss_weight * (max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) + kl_coef * KL),   r = exp(new - old)
 

@@ -1,7 +1,7 @@
 """A model folder's tokenizer, which converts text to token ids and back.
 
-Both directions are exact for parts of a sequence, which tokenizers alone do not guarantee: SentencePiece writes a space
-before each text and drops the first space that it decodes.
+Both directions are exact for parts of a sequence, which tokenizers alone do not guarantee: SentencePiece prepends a
+space to each text and drops the leading space when decoding.
 """
 
 import functools

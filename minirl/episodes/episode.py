@@ -263,7 +263,7 @@ class Episode:
 
     @property
     def tokens(self) -> list[int]:
-        """All tokens after the first branch's prompt, sampled and appended."""
+        """All tokens after the first branch's prompt, both sampled and appended."""
         return self.branches[0].tokens
 
     @property

@@ -180,7 +180,10 @@ def bootstrap_interval(values: Sequence[float], *, seed: int) -> tuple[float, fl
 
 
 def evaluation_result(setup: Setup, records: Iterable[Record], truncation: Truncation) -> dict[str, Any]:
-    """Return the JSON result. records: the records of all prompts. truncation: the top-k and top-p that they used."""
+    """Return the JSON result.
+
+    records: the records of all prompts. truncation: the top-k and top-p that they were sampled with.
+    """
     config = setup.config
     weights = dict(zip(setup.reward_functions, setup.eval_reward_weights.tolist(), strict=True))
     scores: dict[str, Any] = {}

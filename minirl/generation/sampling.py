@@ -177,7 +177,7 @@ def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) 
     is_kept = torch.arange(width, device=logits.device) < top_k[:, None]
     probs = top_logits.double().masked_fill(~is_kept, -torch.inf).softmax(-1)
     prob_before = probs.cumsum(-1) - probs
-    # top_p 1 keeps all tokens, even those whose preceding probabilities round to 1.
+    # top_p 1 keeps all tokens, even those whose preceding cumulative probability rounds to 1.
     is_kept &= (prob_before < top_p[:, None]) | (top_p[:, None] == 1)
     is_removed = torch.ones_like(logits, dtype=torch.bool).scatter_(1, ids, ~is_kept)
     is_removed &= ((top_k > 0) & (temperature > 0))[:, None]

@@ -282,7 +282,7 @@ def _yarn_positions(keys: Mapping[str, Any]) -> int:
 def _layer_ropes(
     config: Any, keys: Mapping[str, Any], layer_types: Sequence[str], head_dim: int
 ) -> tuple[Rope, ...]:
-    """Return each layer's rope. Raises InputError if a layer's rope is not supported."""
+    """Return each layer's RoPE config. Raises InputError if a layer's rope is not supported."""
     ropes = {layer_type: _make_rope(config, layer_type, head_dim) for layer_type in set(layer_types)}
     if "no_rope_layers" not in keys:
         return tuple(ropes[layer_type] for layer_type in layer_types)
@@ -292,7 +292,7 @@ def _layer_ropes(
 
 
 def _make_rope(config: Any, layer_type: str, head_dim: int) -> Rope:
-    """Build one layer type's rope with transformers' functions. Raises InputError if the rope is not supported."""
+    """Build one layer type's rope with transformers' functions. Raises InputError if the RoPE type is not supported."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = config.rope_parameters

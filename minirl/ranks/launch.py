@@ -55,8 +55,8 @@ this_process = _ProcessState()
 def run(main: Callable[[], int | None]) -> NoReturn:
     """Run a script's `main` and exit with the code that it returns (None: 0), or with the exit code of its error.
 
-    Every rank calls this function (collective at the end). An error that all ranks raise is printed once: errors with
-    an `exit_code` (`minirl.errors`) as a message, all others with their traceback.
+    Every rank must call this function, which ends with a collective. An error that all ranks raise is printed once:
+    errors with an `exit_code` (`minirl.errors`) as a message, all others with their traceback.
 
     SIGTERM, SIGINT and SIGHUP (a closed terminal) request a stop at the end of the step
     (`process_group.stop_requested`). A second signal, or one before the first step, ends the process at once. Signals

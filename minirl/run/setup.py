@@ -350,7 +350,7 @@ class Setup:
         return [f"this run last started with other flags: {', '.join(changed)}"] if changed else []
 
     def _initial_model_folder(self) -> Path:
-        """Return the folder of --model, or of the embedded model (collective)."""
+        """Return the folder of the model given by --model, or of the embedded model (collective)."""
         if self.config.model is None:
             warm_start_task = "calculator" if self.config.task == "calculator" else "sorting"
             return embedded_model_folder(runs_root(), warm_start_task)

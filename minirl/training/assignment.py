@@ -82,7 +82,7 @@ def plan_microbatches(
 
 
 class _Piece(NamedTuple):
-    """Sequences with one prompt, placed together. Pieces sort by size, largest first, then by first sequence."""
+    """Sequences that share a prompt, placed together. Pieces sort by size, largest first, then by first sequence."""
 
     # Negated number of tokens to compute for these sequences: the prompt once and every completion.
     negated_size: int

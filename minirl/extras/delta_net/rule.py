@@ -6,7 +6,7 @@ strengths beta, and c the cumulative sum of g within the chunk:
     A = beta (K K^T) e^(c_i - c_j), strictly lower    R = beta V - (beta e^c K) S    U = (1 + A)^-1 R
     O = (e^c Q) S + lower((Q K^T) e^(c_i - c_j)) U    S' = e^c_last S + (e^(c_last - c) K)^T U
 
-`run_chunks` computes packed sequences, one chunk of every sequence at a time. `run_row` computes the next row of each
+`run_chunks` processes packed sequences, one chunk of every sequence at a time. `run_row` computes the next row of each
 cached sequence from `DeltaStates`; when a new chunk begins, `StateCache` computes S' of the previous one. On the CPU,
 both compute the same bits: each row of U is a single-row product in both, and `run_row` pads its other products to
 `min_batch_rows` rows; their inner dimensions do not depend on the number of rows. Everything is computed in fp32 (fp64
