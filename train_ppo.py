@@ -11,9 +11,9 @@ model, and updates both models on sums over tokens of
     loss_weight * max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)),   r = exp(new - old)
     loss_weight * max((V - R)^2, (V_old + clip(V - V_old, -value_clip, value_clip) - R)^2) / 2
 
-A is the generalised advantage estimate, whitened over the step's tokens. R is the advantage estimate before
-whitening, plus V_old. A token's reward is -kl_reward_coef * (old - ref); the last token of each branch also gets the rollout's reward.
-Policy and value model share no weights.
+A is the generalised advantage estimate, whitened over the step's tokens. R is the advantage estimate before whitening,
+plus V_old. A token's reward is -kl_reward_coef * (old - ref); the last token of each branch also gets the rollout's
+reward. Policy and value model share no weights.
 
 To try something else, copy this file and change `rollout`, `advantages_and_returns`, `rollout_weights` or `token_loss`.
 
