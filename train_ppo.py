@@ -60,7 +60,7 @@ from minirl.training.scoring import score_batch, value_batch
 class Config(RunConfig):
     """The flags of this script."""
 
-    prompts_per_step: int = 128  # prompts per step, over all ranks
+    prompts_per_step: int = 128  # prompts per step, across all ranks
     group_size: int = 1  # completions per prompt
     value_model: str | None = None
     """[Objective] folder or hub id to initialize the value model from; a scalar head is optional (default: the policy)

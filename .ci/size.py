@@ -1,4 +1,4 @@
-"""Print the size of the repository, and fail above its limits (CONTRIBUTING.md, "What may enter").
+"""Print the size of the repository, and fail above its limits (CONTRIBUTING.md, "What to add where").
 
 Code is measured in Python tokens without comments, docstrings and line ends; documentation in words. "Executed" counts
 the tokens in function bodies that two steps of `train_grpo.py` execute on one rank: the code that a reader of the
@@ -144,7 +144,7 @@ def main() -> None:
     too_large = [name for name, limit in LIMITS.items() if sizes[name] > limit]
     if too_large:
         print(
-            f"too large: {', '.join(too_large)}; remove as much as you add, see CONTRIBUTING.md, What may enter"
+            f"too large: {', '.join(too_large)}; remove as much as you add, see CONTRIBUTING.md, What to add where"
         )
     sys.stdout.flush()
     os._exit(bool(too_large))  # gloo's threads occasionally abort a normal interpreter exit

@@ -32,11 +32,13 @@ from minirl.training.scoring import value_batch
 class Config(RunConfig):
     """The flags of this script."""
 
-    prompts_per_step: int = 64  # pairs per optimizer step, over all ranks
+    prompts_per_step: int = 64  # pairs per optimizer step, across all ranks
     num_minibatches: int | None = 1
-    lr_schedule: Schedule = "linear"  # learning rate schedule after the warm-up
+    lr_schedule: Schedule = "linear"
+    """learning rate schedule after the warm-up"""
     lr: float | None = 1e-5
-    max_new_tokens: int | None = 1  # nothing is generated
+    max_new_tokens: int | None = 1
+    """tokens to generate, of which a reward model needs none"""
     margin: float = 0.0  # [Objective] target lead of the chosen score over the rejected one
     center_coef: float = 0.01  # coefficient of the squared sum of both scores; keeps scores near 0
     frozen_layers: int = 0  # number of first layers to freeze, with the embedding; 0 disables

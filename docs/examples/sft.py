@@ -30,9 +30,10 @@ from minirl.training.scoring import score_batch
 class Config(RunConfig):
     """The flags of this script."""
 
-    prompts_per_step: int = 64  # rows per optimizer step, over all ranks
+    prompts_per_step: int = 64  # rows per optimizer step, across all ranks
     num_minibatches: int | None = 1
-    lr_schedule: Schedule = "linear"  # learning rate schedule after the warm-up
+    lr_schedule: Schedule = "linear"
+    """learning rate schedule after the warm-up"""
     answer_field: str = "answer"  # [Objective] row field with the answer
 
 
