@@ -1,10 +1,11 @@
 """The key/value cache's blocks, and each sequence's block table, all on the host.
 
 A sequence is identified by its row in the tables. A fork shares its parent's full blocks through reference counts, and
-gets a new block in place of the last, partial one. The most recently freed block is reused first, which keeps the used
-blocks dense.
+gets a new block in place of the last, partial one. The lowest free block is used first: the portable kernel multiplies
+the blocks up to the highest one in use in place, without copying them.
 """
 
+import heapq
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -39,7 +40,7 @@ def grow_array(array: NDArray[Any], *sizes: int) -> NDArray[Any]:
 class BlockPool:
     """`num_blocks` blocks of `block_size` tokens.
 
-    ref_counts int64 [num_blocks]: number of sequences that use each block. free: a stack of the unused blocks.
+    ref_counts int64 [num_blocks]: number of sequences that use each block. free: a heap of the unused blocks.
     lengths int64 [rows]: number of tokens that each sequence has space for, at least one; 0 for unused rows.
     tables int32 [rows, columns]: block table of each sequence; unused columns hold garbage.
     """
@@ -47,7 +48,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int):
         self.block_size = block_size
         self.ref_counts = np.zeros(num_blocks, np.int64)
-        self.free = list(reversed(range(num_blocks)))
+        self.free = list(range(num_blocks))
         self.lengths = np.zeros(0, np.int64)
         self.tables = np.zeros((0, 0), np.int32)
 
@@ -90,7 +91,7 @@ class BlockPool:
         self.lengths = grow_array(self.lengths, row + 1)
         self.lengths[row] = num_tokens
         num_blocks = ceil_div(num_tokens, self.block_size)
-        new_blocks = [self.free.pop() for _ in range(num_blocks - len(first_blocks))]
+        new_blocks = [heapq.heappop(self.free) for _ in range(num_blocks - len(first_blocks))]
         blocks = [*first_blocks, *new_blocks]
         self.ref_counts[blocks] += 1
         self.tables = grow_array(self.tables, row + 1, num_blocks)
@@ -110,7 +111,7 @@ class BlockPool:
         """Add space for one more token to each of these sequences [n]. Enough blocks must be free (`can_extend`)."""
         full_rows = rows[self.last_block_is_full(rows)]
         if len(full_rows):
-            blocks = [self.free.pop() for _ in full_rows]
+            blocks = [heapq.heappop(self.free) for _ in full_rows]
             self.ref_counts[blocks] = 1
             columns = self.lengths[full_rows] // self.block_size
             self.tables = grow_array(self.tables, 0, int(columns.max()) + 1)
@@ -121,5 +122,7 @@ class BlockPool:
         """Remove a sequence, and free the blocks that no other sequence uses."""
         blocks = self.sequence_blocks(row)
         self.ref_counts[blocks] -= 1
-        self.free += [block for block in blocks if self.ref_counts[block] == 0]
+        for block in blocks:
+            if self.ref_counts[block] == 0:
+                heapq.heappush(self.free, block)
         self.lengths[row] = 0

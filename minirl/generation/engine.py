@@ -162,7 +162,7 @@ class Engine:
         if had_parked and not self.is_busy:
             self._end_generation_phase()
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self) -> list[SampledSequence]:
         """Admit and prefill waiting requests, then decode one token for every running request.
 
@@ -240,7 +240,7 @@ class Engine:
                 return model.embed_tokens(tokens)
         return model(tokens, layout.positions, layout)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _help_other_ranks(self, *, is_done: bool = False) -> bool:
         """Help the ranks that share the model's layers compute their tokens (collective among them).
 

@@ -147,9 +147,10 @@ def broadcast_object(value: Any) -> Any:
 def gather_objects(value: Any) -> list[Any]:
     """Return every rank's value, in rank order, on every rank (collective).
 
-    A process that has not joined the process group, as in a notebook, gets only its own value.
+    A single rank gets its own value, not a copy. So does a process that has not joined the process group, as in a
+    notebook.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)
