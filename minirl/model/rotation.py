@@ -8,31 +8,27 @@ from torch import Tensor
 from minirl.model.batch_invariance import at_least_fp32
 from minirl.model.config import Rope
 
-# cos and signed sin for T tokens, fp32 [T, 1, R], for the first R channels of a head; the others stay unchanged.
-Rotation = tuple[Tensor, Tensor]
-
 
 @functools.cache
-def rope_table(rope: Rope, num_positions: int, device: torch.device) -> Rotation:
-    """Return a rope's rotation at each position.
+def rope_table(rope: Rope, num_positions: int, device: torch.device) -> Tensor:
+    """Return the cos and signed sin at P positions, fp32 [2, P, 1, R], for the first R channels of a head.
 
-    Rotations are looked up in a table because the vectorized cosine and its scalar tail differ in the last bit. All
-    models with this rope share the table. It is not a module buffer, because a buffer would have no values in a model
-    built on the meta device, and could be cast.
+    The other channels are not rotated. Rotations are looked up in a table because the vectorized cosine and its scalar
+    tail differ in the last bit. All models with this RoPE share the table. The table is not a module buffer, because a
+    buffer would have no values in a model built on the meta device, and could be cast.
     """
     position = torch.arange(num_positions, dtype=torch.float32)
     angle = position[:, None] * torch.tensor(rope.frequencies, dtype=torch.float32)
     cos, sin = angle.cos(), angle.sin()
     rotation = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
-    cos_table, sin_table = (rope.attention_factor * rotation[:, :, None]).to(device)
-    return cos_table, sin_table
+    return (rope.attention_factor * rotation[:, :, None]).to(device)
 
 
-def rotate(x: Tensor, rotation: Rotation, scale: float = 1.0) -> Tensor:
+def rotate(x: Tensor, rotation: Tensor, scale: float = 1.0) -> Tensor:
     """Multiply x [T, heads, C] by `scale` and rotate it, in fp32 (fp64 for fp64), rounding once.
 
-    rotation: the rows of `rope_table` for these tokens. A channel pair (a, b), paired as in Hugging Face, becomes
-    (a cos - b sin, b cos + a sin). The table's signed sin includes the minus sign.
+    rotation [2, T, 1, R]: `rope_table` at these tokens' positions. A channel pair (a, b), paired as in Hugging Face,
+    becomes (a cos - b sin, b cos + a sin). The table's signed sin includes the minus sign.
     """
     upcast = x.to(at_least_fp32(x.dtype))
     if scale != 1:

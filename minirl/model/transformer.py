@@ -25,7 +25,7 @@ from minirl.model.attention import Layout, attend
 from minirl.model.config import Adapters, ModelConfig, is_adapter
 from minirl.model.layers import ACTIVATIONS, GatedActivation, Linear, RMSNorm
 from minirl.model.logprobs import VOCAB_CHUNK
-from minirl.model.rotation import Rotation, rope_table, rotate
+from minirl.model.rotation import rope_table, rotate
 from minirl.model.shards import ShardGroup
 
 
@@ -48,7 +48,7 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(q_size if config.qk_norm_over_heads else head_dim, config)
             self.k_norm = RMSNorm(kv_size if config.qk_norm_over_heads else head_dim, config)
 
-    def forward(self, x: Tensor, rotation: Rotation, layout: Layout) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor, layout: Layout) -> Tensor:
         q = self.q_proj(x)
         k = self.k_proj(x)
         v = self._split_heads(self.v_proj(x))
@@ -122,7 +122,7 @@ class DecoderLayer(nn.Module):
         for name in filter(None, config.norms):
             self.add_module(name, RMSNorm(config.hidden_size, config))
 
-    def forward(self, x: Tensor, rotation: Rotation, layout: Layout) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor, layout: Layout) -> Tensor:
         before_attention, after_attention, before_mlp, after_mlp = (
             _NO_NORM if name is None else getattr(self, name) for name in self.norms
         )
@@ -197,10 +197,10 @@ class Transformer(nn.Module):
         Collective among the ranks of `shard_group` if there is one.
         """
         positions = padding.pad_rows(positions, self.min_rows)
-        rotations = {}
-        for rope in set(self.config.layer_ropes):
-            cos, sin = rope_table(rope, self.config.max_position_embeddings, tokens.device)
-            rotations[rope] = (cos[positions], sin[positions])
+        rotations = {
+            rope: rope_table(rope, self.config.max_position_embeddings, tokens.device)[:, positions]
+            for rope in set(self.config.layer_ropes)
+        }
         x = self.embed_tokens(padding.pad_rows(tokens, self.min_rows))
         if self.config.scales_embeddings:
             # Round the factor to the hidden states' dtype, as in Gemma's training.
