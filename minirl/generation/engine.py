@@ -15,8 +15,7 @@ on the device as input, so the device never waits for the host. The engine knows
 token limit. A request that ends with a stop token or stop string is decoded one token too far; that token is discarded.
 """
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -346,31 +345,35 @@ class Engine:
         positions, blocks, device_rows, *sampling_inputs = self._to_device(
             *inputs, *self._table.columns.sampling_params(padded)
         )
-        tokens = self._newest_tokens[device_rows]
-
-        def step(
-            tokens: Tensor,
-            positions: Tensor,
-            blocks: Tensor,
-            rows: Tensor,
-            tables: Tensor,
-            *sampling_params: Tensor,
-        ) -> Tensor:
-            layout = cache.decode_layout(positions, blocks, rows, tables)
-            hidden = self._forward(tokens, layout)
-            # The sampled token comes one position after the input token.
-            return sample(hidden, self.model.head, positions + 1, sampling_params)
-
-        run: Callable[..., Tensor] = step
+        device_inputs = (self._newest_tokens[device_rows], positions, blocks, device_rows, *sampling_inputs)
         if self.cuda_graphs:
             from minirl.extras.kernels.cuda_graphs import DecodeGraphs
 
             max_blocks = ceil_div(self.model.config.max_position_embeddings, cache.block_size)
             self._graphs = self._graphs or DecodeGraphs(max_blocks)
-            run = functools.partial(self._graphs.run, step)
-        sampled = run(tokens, positions, blocks, device_rows, *sampling_inputs)
+            sampled = self._graphs.run(self._decode, *device_inputs)
+        else:
+            sampled = self._decode(*device_inputs)
         self._newest_tokens[device_rows] = sampled[0]
         self._table.enqueue_readback(rows, sampled[:, :num_requests])
         self.stats.decode_tokens += num_requests
         self.stats.peak_running = max(self.stats.peak_running, num_requests)
         self.stats.decode_steps += 1
+
+    def _decode(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        blocks: Tensor,
+        rows: Tensor,
+        tables: Tensor,
+        *sampling_params: Tensor,
+    ) -> Tensor:
+        """Run one decode step on the device; return the sampled tokens (see `sample`).
+
+        tokens [B]: each request's newest token. positions, blocks, rows, tables: see `KVCache.decode_layout`.
+        """
+        layout = self._cache.decode_layout(positions, blocks, rows, tables)
+        hidden = self._forward(tokens, layout)
+        # The sampled token comes one position after the input token.
+        return sample(hidden, self.model.head, positions + 1, sampling_params)
