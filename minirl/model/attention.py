@@ -278,9 +278,7 @@ def _portable_index(
     layout: PackedLayout, window: int | None, num_kv_heads: int
 ) -> portable_attention.PackedIndex:
     """Build the portable kernel's index for this window and number of KV heads."""
-    return portable_attention.index_packed(
-        layout.lengths, layout.num_shared, layout.hidden_index, window=window, num_kv_heads=num_kv_heads
-    )
+    return portable_attention.index_packed(layout.sequences, layout.hidden_index, window, num_kv_heads)
 
 
 def _attend_varlen(

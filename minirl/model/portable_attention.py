@@ -25,6 +25,8 @@ from torch import Tensor
 
 from minirl.model import batch_invariance
 
+# An `attention.Sequence`: the length, the parent, and the number of tokens shared with the parent.
+_PackedSequence = tuple[int, int | None, int]
 # Blocks of a pool, and the rows to multiply by these blocks. Each block and KV head has the same number of rows.
 _BlockSet = tuple[slice | Tensor, slice]
 # Tokens per key block, and per cache block on the CPU. Masked keys cost as much as visible ones. Compared with blocks
@@ -125,17 +127,12 @@ class _QuerySpan(NamedTuple):
 
 
 def index_packed(
-    lengths: Iterable[int],
-    num_shared: Iterable[int],
-    hidden_index: Tensor,
-    *,
-    window: int | None,
-    num_kv_heads: int,
+    sequences: Iterable[_PackedSequence], hidden_index: Tensor, window: int | None, num_kv_heads: int
 ) -> PackedIndex:
-    """Index attention over a stream of sequences with these lengths.
+    """Index attention over a stream of sequences.
 
-    num_shared: number of tokens at the start of each sequence that have no queries here, because the model computes
-    them with an earlier sequence.
+    Tokens that a sequence shares with its parent have no queries in that sequence: the model computes them as part of
+    the parent.
     hidden_index int64 [T]: index of each stream token in the model's hidden states.
 
     Example: sequences of 64 and 72 tokens, K = 1, no window. Their query blocks are
@@ -152,7 +149,7 @@ def index_packed(
     device = hidden_index.device
     hidden_index = hidden_index.cpu()
     query_blocks: list[_QueryBlocks] = []
-    for (num_key_blocks, num_queries), spans in _query_spans(lengths, num_shared, window).items():
+    for (num_key_blocks, num_queries), spans in _query_spans(sequences, window).items():
         # Each of these four tensors is [n, 1]: one number per query block.
         stream_start, first_query, end, first_key = torch.tensor(spans).T.unsqueeze(2)
         query = first_query + torch.arange(num_queries)  # [n, R]
@@ -180,16 +177,14 @@ def index_packed(
 
 
 def _query_spans(
-    lengths: Iterable[int],
-    num_shared: Iterable[int],
-    window: int | None,
+    sequences: Iterable[_PackedSequence], window: int | None
 ) -> dict[tuple[int, int], list[_QuerySpan]]:
     """Split sequences into query blocks, grouped by shape: the number of key blocks and the number of queries R."""
     spans: dict[tuple[int, int], list[_QuerySpan]] = {}
     max_queries = QUERY_BLOCK_SIZES[-1]
     stream_start = 0
-    for length, shared in zip(lengths, num_shared, strict=True):
-        for first_query in range(shared, length, max_queries):
+    for length, _, num_shared in sequences:
+        for first_query in range(num_shared, length, max_queries):
             end = min(first_query + max_queries, length)
             num_queries = next(size for size in QUERY_BLOCK_SIZES if size >= end - first_query)
             first_key = 0
