@@ -150,8 +150,6 @@ def sample(
         logits = chunk_logits(hidden, head, divisor)
     if truncation:
         truncate(logits, temperature, *truncation)
-        # The logits are already divided by the temperature; a temperature of 0 still picks the most likely token.
-        temperature = (temperature > 0).float()
     chunk_totals = None
     if is_on_cpu and logits.shape[1] > vocab_chunk:
         logit_chunks = logits.split(vocab_chunk, -1)
