@@ -155,10 +155,9 @@ class Engine:
 
     def release(self, *rollout_ids: RolloutId) -> None:
         """End those of the given requests that are parked. Not collective."""
-        had_parked = bool(self._table.parked)
         for rollout_id in rollout_ids:
             self._table.release(rollout_id)
-        if had_parked and not self.is_busy:
+        if not self.is_busy:
             self._end_generation_phase()
 
     @torch.inference_mode()
