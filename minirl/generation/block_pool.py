@@ -1,7 +1,7 @@
 """The key/value cache's blocks, and each sequence's block table, all on the host.
 
-A sequence is identified by its row in the tables. A fork shares its parent's full blocks through reference counts, and
-gets a new block in place of the last, partial one. The lowest free block is used first: the portable kernel multiplies
+A sequence is identified by its row in the tables. Sequences with the same first tokens can share full blocks, whose
+users are counted. The lowest free block is used first: the portable kernel multiplies
 the blocks up to the highest one in use in place, without copying them.
 """
 
@@ -66,10 +66,6 @@ class BlockPool:
         """Return the blocks [n] that hold these positions [n] of the sequences in these rows [n]."""
         return self.tables[rows, positions // self.block_size].astype(np.int64)
 
-    def num_free_after(self, num_tokens: int) -> int:
-        """Return the number of free blocks left after adding a sequence; negative if the sequence does not fit."""
-        return len(self.free) - ceil_div(num_tokens, self.block_size)
-
     def num_new_blocks(self, length: Number, num_tokens: Number) -> Number:
         """Return the number of additional blocks that sequences of this length need for `num_tokens` more tokens."""
         return ceil_div(length + num_tokens, self.block_size) - ceil_div(length, self.block_size)
@@ -97,15 +93,6 @@ class BlockPool:
         self.tables = grow_array(self.tables, row + 1, num_blocks)
         self.tables[row, :num_blocks] = blocks
         return row
-
-    def fork(self, parent: int) -> int:
-        """Add a second sequence with the same tokens; return its row.
-
-        Full blocks are never written again, so both sequences read the same ones. Each sequence writes its next tokens
-        into its partial block, so the fork needs a free block for its copy of the parent's.
-        """
-        length = int(self.lengths[parent])
-        return self.add(length, self.sequence_blocks(parent)[: length // self.block_size])
 
     def extend(self, rows: IntArray) -> None:
         """Add space for one more token to each of these sequences [n]. Enough blocks must be free (`can_extend`)."""

@@ -90,14 +90,17 @@ class KVCache:
     def fork(self, parent: int, num_forks: int) -> list[int]:
         """Fork a sequence `num_forks` times; return the new rows.
 
-        If its last block is partial, each fork needs a free block for a copy of it.
+        Full blocks are never written again, so the forks share them with their parent. Each sequence writes its next
+        tokens into its last block, so if the parent's last block is partial, each fork needs a free block for a copy.
         """
-        forks = [self.blocks.fork(parent) for _ in range(num_forks)]
-        last_block, *forked_blocks = (self.blocks.sequence_blocks(row)[-1] for row in (parent, *forks))
-        if forked_blocks and forked_blocks[0] != last_block:
-            index = to_device(np.array(forked_blocks), self.device)
+        length = int(self.blocks.lengths[parent])
+        blocks = self.blocks.sequence_blocks(parent)
+        full_blocks = blocks[: length // self.block_size]
+        forks = [self.blocks.add(length, full_blocks) for _ in range(num_forks)]
+        if forks and len(full_blocks) < len(blocks):
+            copies = to_device(np.array([self.blocks.sequence_blocks(row)[-1] for row in forks]), self.device)
             for pool in (self.pool.keys, self.pool.values):
-                pool[:, index] = pool[:, last_block : last_block + 1].clone()
+                pool[:, copies] = pool[:, blocks[-1], None].clone()
         if forks and self.has_states:
             self.pool.states.fork(parent, forks)
         return forks

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minirl.generation.block_pool import IntArray
+from minirl.generation.block_pool import IntArray, ceil_div
 from minirl.generation.engine_stats import EngineStats
 from minirl.generation.kv_cache import KVCache
 from minirl.generation.request_columns import RequestColumns
@@ -183,11 +183,12 @@ class RequestTable:
             num_blocks = self._blocks.num_new_blocks(length, min(self.headroom_tokens, num_remaining - 1))
             if len(group.requests) > 1 and length % self._blocks.block_size != 0:
                 num_blocks += 1
-            has_room = self._blocks.num_free_after(num_new_tokens) - num_reserved >= num_blocks
+            num_prefix_blocks = ceil_div(num_new_tokens, self._blocks.block_size)
+            has_room = len(self._blocks.free) >= num_prefix_blocks + num_reserved + num_blocks
             if not has_room and num_active > 0:
                 self.lacks_blocks = True
                 break
-            while self._blocks.num_free_after(num_new_tokens) < 0:
+            while len(self._blocks.free) < num_prefix_blocks:
                 # Nothing is running: evict a later group's prefix and parked requests to make room for the first one.
                 has_evicted = self._evict()
                 assert has_evicted, "a request was submitted that exceeds the cache"
