@@ -81,7 +81,7 @@ class KVCache:
     def prefill_chunk_size(self) -> int:
         """Chunk size of prefill steps: a step computes a sequence's tokens up to the next multiple of this size."""
         states = self.pool.states
-        return self.block_size if states is None else min(self.block_size, states.chunk_size)
+        return self.block_size if states is None else states.chunk_size
 
     def free_memory(self) -> None:
         """Free the cache memory. No sequence may still need it."""

@@ -165,7 +165,8 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     if "query_pre_attn_scalar" in keys:
         fields["query_multiplier"] = 1 / math.sqrt(keys["query_pre_attn_scalar"]) / (1 / math.sqrt(head_dim))
     if "linear_attention" in layer_types:
-        fields["delta_net"] = _delta_net(keys, layer_types)
+        layers = tuple(i for i, layer_type in enumerate(layer_types) if layer_type == "linear_attention")
+        fields["delta_net"] = DeltaNet(layers, **{name: keys[key] for name, key in _DELTA_SIZES.items()})
     if text_config is not raw:
         fields["weight_prefix"] = _VISION_MODELS[raw["model_type"]].prefix
     fields["scalar_head"] = _is_classifier(text_config, config.num_labels)
@@ -262,13 +263,6 @@ def _layer_types(keys: Mapping[str, Any]) -> list[str]:
     # Families without layer types use the window in all layers.
     layer_type = "full_attention" if keys.get("sliding_window") is None else "sliding_attention"
     return [layer_type] * keys["num_hidden_layers"]
-
-
-def _delta_net(keys: Mapping[str, Any], layer_types: Sequence[str]) -> DeltaNet:
-    """Return the shape of the gated delta nets and the indices of their layers."""
-    layers = tuple(i for i, layer_type in enumerate(layer_types) if layer_type == "linear_attention")
-    sizes = {name: keys[key] for name, key in _DELTA_SIZES.items()}
-    return DeltaNet(layers, **sizes)
 
 
 def _yarn_positions(keys: Mapping[str, Any]) -> int:

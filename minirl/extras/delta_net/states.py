@@ -84,7 +84,7 @@ class StateCache:
         begins_chunk = (positions > 0) & (positions % DELTA_CHUNK == 0)
         if not begins_chunk.any():
             return
-        slots = to_device(torch.as_tensor(rows[begins_chunk]), self._device)
+        slots = to_device(rows[begins_chunk], self._device)
         for states in self._states.values():
             state, keys, updates, decays = (pool[slots] for pool in states[1:])
             cum_decay = decays.cumsum(-1)
