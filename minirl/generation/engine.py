@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -269,8 +268,8 @@ class Engine:
             hidden = self._forward(to_device(ids, self.device), layout)
             self.stats.prefill_tokens += len(ids)
             # Copy the last states: a view would keep the whole prefill's hidden states alive.
-            last_states = hidden[layout.cu_seqlens[1:].long() - 1]
-            for group, state in zip(new_groups, last_states, strict=True):
+            last = to_device(layout.lengths.cumsum() - 1, self.device)
+            for group, state in zip(new_groups, hidden[last], strict=True):
                 group.hidden = state
         rows: list[int] = []
         states: list[Tensor] = []
@@ -320,8 +319,7 @@ class Engine:
             rows, lengths[rows], *table.columns.sampling_params(rows)
         )
         sampled = sample(states, self.model.head, positions, sampling_params)
-        num_new_rows = len(lengths) - len(self._newest_tokens)
-        self._newest_tokens = F.pad(self._newest_tokens, (0, num_new_rows))
+        self._newest_tokens = padding.pad_rows(self._newest_tokens, len(lengths))
         self._newest_tokens[device_rows] = sampled[0]
         table.add_running(rows)
         table.enqueue_readback(rows, sampled)

@@ -1,7 +1,7 @@
-"""Padding for the three cases that need it.
+"""Padding, for the few cases that need it.
 
-CPU products with few rows and forward passes on a rank without tokens use `pad_rows`; decode steps replayed as CUDA
-graphs use `graph_batch_size`.
+CPU products with few rows, forward passes on a rank without tokens, and the engine's newest tokens use `pad_rows`.
+Decode steps replayed as CUDA graphs use `graph_batch_size`.
 """
 
 import torch.nn.functional as F
