@@ -86,14 +86,20 @@ def load_weights(model: Transformer, folder: Path) -> None:
 
     For DTensors, fills this rank's shard. A folder with adapters is loaded as its base with the adapters merged. The
     model's own adapters get initial values, and so does a scalar head if the folder contains a language model. Call
-    `check_weights` first. Raises InputError, naming the tensor, if a tensor has non-finite values or an adapter does
-    not fit.
+    `check_weights` first. Raises InputError, naming the tensor, if a tensor has non-finite values, an adapter does not
+    fit, or the folder stores a head that differs from the embedding although the config ties them.
     """
     config = model.config
     files = _tensor_files(folder)
     adapters = read_adapters(folder)
-    if config.tie_word_embeddings and "lm_head.weight" in files and config.hf_backend is None:
-        _check_tied_head(files, _checkpoint_name("model.embed_tokens.weight", config.weight_prefix))
+    head = "lm_head.weight"
+    if config.tie_word_embeddings and head in files and config.hf_backend is None:
+        embedding = _checkpoint_name("model.embed_tokens.weight", config.weight_prefix)
+        refuse(
+            not torch.equal(read_tensor(files[head], head), read_tensor(files[embedding], embedding)),
+            f"{files[head]}: {head} differs from {embedding} although config.json has tie_word_embeddings=true; set "
+            "it to false, or remove the tensor",
+        )
     for name, param in model.named_parameters():
         layer = name.removesuffix(".weight")
         stored_names = list(checkpoint_tensors(config, {name: torch.empty(param.shape, device="meta")}))
@@ -111,16 +117,6 @@ def load_weights(model: Transformer, folder: Path) -> None:
     refuse(
         adapters.tensors,
         f"{adapters.path}: the base has no weights for {sorted(adapters.tensors)[:5]} (first five)",
-    )
-
-
-def _check_tied_head(files: Mapping[str, Path], embedding: str) -> None:
-    """Raise InputError if a tied model's folder stores a head that differs from the tensor `embedding`."""
-    head = "lm_head.weight"
-    refuse(
-        not torch.equal(read_tensor(files[head], head), read_tensor(files[embedding], embedding)),
-        f"{files[head]}: {head} differs from {embedding} although config.json has tie_word_embeddings=true; set it "
-        "to false, or remove the tensor",
     )
 
 
