@@ -259,7 +259,7 @@ def test_a_request_that_cannot_be_served_is_refused_by_name_and_leaves_nothing_b
 @pytest.mark.parametrize(("prompt", "max_new_tokens"), [([], 5), ([1], 0)])
 def test_a_request_that_leaves_nothing_to_sample_from_or_to_sample_is_refused(prompt, max_new_tokens):
     """With the reason, before it takes a row."""
-    with pytest.raises(ValueError, match=r"the prompt is empty|max_new_tokens 0 leaves none"):
+    with pytest.raises(ValueError, match=r"the prompt is empty|max_new_tokens 0 leaves no token"):
         make_engine(cached_model("full", torch.float32)).submit(
             [make_request(prompt, max_new_tokens=max_new_tokens)]
         )

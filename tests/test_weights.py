@@ -128,7 +128,7 @@ def test_rope_is_read_from_both_places(keys):
         ({"rope_scaling": [1]}, "rope_parameters"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "architectures=.*Eagle3"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
-        (QWEN | {"hidden_size": 20}, "head_dim=5 is odd; rope needs an even number"),
+        (QWEN | {"hidden_size": 20}, "head_dim=5 is odd; RoPE needs an even number"),
         ({"vocab_size": 10**12}, "vocab_size=1000000000000 exceeds the limit of 1048576"),
         (QWEN | {"layer_types": ["sliding_attention"] * 3}, "sliding_window"),
         (QWEN | {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),

@@ -1,8 +1,8 @@
-"""The key/value cache's blocks, and each sequence's block table, all on the host.
+"""Host-side bookkeeping for the key/value cache: free blocks, reference counts and block tables.
 
-A sequence is identified by its row in the tables. Sequences with the same first tokens can share full blocks, whose
-users are counted. The lowest free block is used first: the portable kernel multiplies
-the blocks up to the highest one in use in place, without copying them.
+Each sequence is identified by its row in the tables. Sequences that begin with the same tokens can share full blocks,
+which are reference-counted. The lowest free block is allocated first, because the portable kernel multiplies all blocks
+up to the highest allocated block in place, without copying.
 """
 
 import heapq
@@ -17,14 +17,14 @@ Number = TypeVar("Number", int, IntArray)
 
 
 def ceil_div(a: Number, b: int) -> Number:
-    """Return a / b, rounded up."""
+    """Return a / b, rounded up to an integer."""
     return -(-a // b)
 
 
 def grow_array(array: NDArray[Any], *sizes: int) -> NDArray[Any]:
-    """Return the array, or a larger copy padded with zeros if it is too small for these sizes.
+    """Return the array if it has at least these sizes, else a larger copy padded with zeros.
 
-    Each dimension that grows at least doubles, so slow growth rarely copies.
+    A dimension that grows at least doubles, so repeated growth rarely copies the array.
     """
     shape = tuple(
         old_size if old_size >= new_size else max(new_size, 2 * old_size)
@@ -38,11 +38,11 @@ def grow_array(array: NDArray[Any], *sizes: int) -> NDArray[Any]:
 
 
 class BlockPool:
-    """`num_blocks` blocks of `block_size` tokens.
+    """A pool of `num_blocks` cache blocks, each for `block_size` tokens.
 
-    ref_counts int64 [num_blocks]: number of sequences that use each block. free: a heap of the unused blocks.
-    lengths int64 [rows]: number of tokens that each sequence has space for, at least one; 0 for unused rows.
-    tables int32 [rows, columns]: block table of each sequence; unused columns hold garbage.
+    ref_counts int64 [num_blocks]: number of sequences that use each block. free: a min-heap of the unused blocks.
+    lengths int64 [rows]: number of tokens for which each sequence has space, at least 1; 0 for unused rows.
+    tables int32 [rows, columns]: block table of each sequence; unused columns contain garbage.
     """
 
     def __init__(self, num_blocks: int, block_size: int):
@@ -53,17 +53,17 @@ class BlockPool:
         self.tables = np.zeros((0, 0), np.int32)
 
     def sequence_blocks(self, row: int) -> list[int]:
-        """Return a sequence's blocks, in order."""
+        """Return a sequence's blocks, in token order."""
         num_blocks = ceil_div(int(self.lengths[row]), self.block_size)
         return self.tables[row, :num_blocks].tolist()
 
     def block_tables(self, rows: IntArray) -> NDArray[np.int32]:
-        """Return these sequences' block tables, int32 [n, columns], wide enough for the longest one."""
+        """Return these sequences' block tables, int32 [n, columns], with enough columns for the longest sequence."""
         num_columns = ceil_div(int(self.lengths[rows].max()), self.block_size)
         return self.tables[rows, :num_columns]
 
     def blocks_at(self, rows: IntArray, positions: IntArray) -> IntArray:
-        """Return the blocks [n] that hold these positions [n] of the sequences in these rows [n]."""
+        """Return the block of each position [n] in the sequence at each row [n], int64 [n]."""
         return self.tables[rows, positions // self.block_size].astype(np.int64)
 
     def num_new_blocks(self, length: Number, num_tokens: Number) -> Number:
@@ -71,17 +71,17 @@ class BlockPool:
         return ceil_div(length + num_tokens, self.block_size) - ceil_div(length, self.block_size)
 
     def last_block_is_full(self, rows: IntArray) -> NDArray[np.bool_]:
-        """Whether each sequence's last block [n] is full, so that its next token needs a new block."""
+        """Return whether each sequence's last block is full, bool [n]. If so, its next token needs a new block."""
         return self.lengths[rows] % self.block_size == 0
 
     def can_extend(self, rows: IntArray) -> bool:
-        """Whether enough blocks are free to extend each of these sequences [n] by one token."""
+        """Return whether enough blocks are free to extend each of these sequences [n] by one token."""
         return int(self.last_block_is_full(rows).sum()) <= len(self.free)
 
     def add(self, num_tokens: int, first_blocks: Sequence[int] = ()) -> int:
-        """Add a sequence of `num_tokens` tokens; return its row, the lowest unused one. Enough blocks must be free.
+        """Add a sequence of `num_tokens` tokens and return its row, the lowest unused row. Enough blocks must be free.
 
-        first_blocks: leading blocks that the new sequence shares with another one.
+        first_blocks: leading blocks that the new sequence shares with another sequence.
         """
         row = int(np.append(self.lengths, 0).argmin())
         self.lengths = grow_array(self.lengths, row + 1)

@@ -1,18 +1,19 @@
-"""The generation engine: continuous batching on the training module itself.
+"""The generation engine: continuous batching with the same module that is trained.
 
-`submit` queues requests, and `step` advances all running ones by one token. `request_table` decides which requests run,
-wait or are parked between two turns, and how they share the cache; this file runs their tokens through the model.
+`submit` queues requests, and `step` advances every running request by one token. `request_table` decides which requests
+run, wait or stay parked between turns, and how requests share the cache. This file runs the tokens through the model.
 
 The engine handles token ids only, never text; a `StopTest` detects a turn's stop strings. Each rank decodes
-independently, and nothing in the engine is collective unless ranks share the model's layers (`model.shards`). Then all
-ranks begin each forward together (`_forward`), and a rank without tokens helps the others (`_help_other_ranks`). A
-rollout depends only on its request and the weights, not on other requests in the batch. When a generation phase
-ends, no request is left and the cache is empty, so new weights never read old keys and values. The engine then frees
-the cache memory, unless `keeps_cache` keeps it for the CUDA graphs.
+independently, and nothing in the engine is collective unless ranks share the model's layers (`model.shards`). If they
+do, all ranks begin each forward together (`_forward`), and a rank without tokens helps the other ranks
+(`_help_other_ranks`). A rollout depends only on its request and the weights, not on other requests in the batch. A
+generation phase ends when no request is left and the cache is empty, so new weights never read old keys and values. At
+the end of a phase, the engine frees the cache memory and the CUDA graphs unless `keeps_cache` is set.
 
-With asynchronous decoding, the engine launches a step before the host has read the previous step's tokens, which stay
-on the device as input, so the device never waits for the host. The engine knows in advance which requests reach their
-token limit. A request that ends with a stop token or stop string is decoded one token too far; that token is discarded.
+With asynchronous decoding, the engine launches a step before the host has read the tokens of the previous step. Those
+tokens stay on the device as input, so the device never waits for the host. The engine knows in advance when a request
+reaches its token limit. A request that ends with a stop token or stop string is decoded one token too far, and the
+extra token is discarded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,11 +40,11 @@ from minirl.rollouts import Request, RolloutId, SampledSequence
 if TYPE_CHECKING:
     from minirl.extras.kernels.cuda_graphs import DecodeGraphs
 
-PREFILL_TOKENS = 8192  # per forward pass
+PREFILL_TOKENS = 8192  # maximum number of tokens per prefill forward
 
 
 class Engine:
-    """Decodes up to `max_running_requests` requests at once, with a cache of `cache_tokens` tokens per layer."""
+    """Decodes up to `max_running_requests` requests concurrently, with a cache of `cache_tokens` tokens per layer."""
 
     def __init__(
         self,
@@ -61,9 +62,10 @@ class Engine:
     ):
         """dtype: dtype of the weights and the cache.
 
-        max_prefill_tokens: limit per forward pass; a longer prompt is prefilled alone.
-        headroom_tokens: minimum number of tokens that every running request can decode after an admission before one is
-        preempted. More headroom means fewer concurrent requests; with 112, under 2 % are preempted.
+        max_prefill_tokens: maximum number of tokens per prefill forward; a longer prompt is prefilled alone.
+        headroom_tokens: number of tokens that every running request can decode after an admission before any request is
+        preempted. With more headroom, fewer requests run concurrently. With 112 tokens, fewer than 2% of requests are
+        preempted.
         async_decoding: whether to read tokens one step late (default: only on CUDA).
         cuda_graphs: whether to pad decode steps and replay them as CUDA graphs (default: only on CUDA).
         keeps_cache: whether to keep the cache memory and the graphs between generation phases.
@@ -77,7 +79,7 @@ class Engine:
         self.cuda_graphs = is_cuda if cuda_graphs is None else cuda_graphs
         self.keeps_cache = keeps_cache
 
-        # With CUDA graphs, a padding row is decoded too. It stores keys and values like any request.
+        # With CUDA graphs, decode steps include a padding row, which stores keys and values like any request.
         self._cache = KVCache(
             model.config,
             num_tokens=cache_tokens + self.cuda_graphs * PAGED_BLOCK,
@@ -96,23 +98,25 @@ class Engine:
         )
         # Each running request's newest token, on the device, indexed by row.
         self._newest_tokens = torch.empty(0, dtype=torch.int32, device=device)
-        # State of the last pass, for ranks that share the model's layers.
+        # State of the last pass (`shards`), used only if ranks share the model's layers.
         self._last_pass = PassState()
 
     def submit(self, requests: Sequence[Request], *, weight_version: int = 0) -> None:
-        """Queue requests, and resume those that are parked between turns. Not collective.
+        """Queue new requests and resume parked requests. Not collective.
 
         Consecutive requests with the same prompt share one prefill. For a parked request, only the new tokens are
-        computed, unless its cached tokens were evicted. Requests that already have tokens go first.
+        computed, unless the request was evicted. Requests that already have sampled tokens go to the front of the
+        queue.
         weight_version: version to record with each token sampled from now on.
-        Raises InputError for a request that exceeds the model's positions or the whole cache. In that case nothing is
-        queued, and parked requests stay parked.
+        Raises InputError for a request with an empty prompt, with no token left to sample, or with more tokens than the
+        model's positions or the cache. If any request is rejected, nothing is queued, and parked requests stay parked.
         """
         for request in requests:
             refuse(not request.prompt_ids, "the prompt is empty, so there is no hidden state to sample from")
             refuse(
                 request.max_new_tokens <= len(request.sampled),
-                f"max_new_tokens {request.max_new_tokens} leaves none to sample after {len(request.sampled)} tokens",
+                f"max_new_tokens {request.max_new_tokens} leaves no token to sample after "
+                f"{len(request.sampled)} tokens",
             )
             max_length = len(request.prompt_ids) + request.max_new_tokens
             max_positions = self.model.config.max_position_embeddings
@@ -134,7 +138,7 @@ class Engine:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether `step` has work, because some request is not parked."""
+        """Whether `step` has work: a request is queued or running, or has appended tokens to compute."""
         return self._table.is_decoding
 
     @property
@@ -153,7 +157,7 @@ class Engine:
         return self._table.stats
 
     def release(self, *rollout_ids: RolloutId) -> None:
-        """End those of the given requests that are parked. Not collective."""
+        """End the given requests if they are parked; ignore all other ids. Not collective."""
         for rollout_id in rollout_ids:
             self._table.release(rollout_id)
         if not self.is_busy:
@@ -177,8 +181,8 @@ class Engine:
                 self._prefill(admitted)
         with spent_on("decode"):
             finished: list[SampledSequence] = []
-            # An asynchronous step can be launched while tokens are unread, unless a request may have to be
-            # preempted, because recomputing it requires all its tokens on the host.
+            # An asynchronous step can be launched while tokens are unread, unless a request may have to be preempted. A
+            # preempted request is recomputed from its tokens, so the host must have read all of them.
             rows = table.rows_below_limit()
             if not (self.async_decoding and self._cache.blocks.can_extend(rows)):
                 finished += table.drain_readbacks()
@@ -186,8 +190,8 @@ class Engine:
             rows = table.extend(rows)
             if len(rows):
                 self._decode_step(rows)
-            # With asynchronous decoding, the next call reads the step just launched. Meanwhile the device runs
-            # it, and the host handles finished requests and prepares the next step.
+            # With asynchronous decoding, the next call reads the tokens of the step just launched. In the meantime, the
+            # device runs that step, and the host handles finished requests and prepares the next step.
             leaves_unread = self.async_decoding and len(rows) > 0
             finished += table.drain_readbacks(num_unread=int(leaves_unread))
         if not self.is_busy:
@@ -200,7 +204,7 @@ class Engine:
         *,
         weight_version: int = 0,
     ) -> list[SampledSequence]:
-        """Run these requests until they finish; return their sequences in the same order. Not collective."""
+        """Run these requests to completion; return one sequence per request, in the same order. Not collective."""
         self.submit(requests, weight_version=weight_version)
         finished: dict[RolloutId, SampledSequence] = {}
         while self.is_decoding:
@@ -208,7 +212,7 @@ class Engine:
         return [finished[request.rollout_id] for request in requests]
 
     def sync(self) -> None:
-        """Wait for the ranks that share the model's layers, and help them meanwhile (collective among them)."""
+        """Help the ranks that share the model's layers until all of them are done. Collective among these ranks."""
         while not self._help_other_ranks(is_done=True):
             pass
 
@@ -239,7 +243,7 @@ class Engine:
 
     @torch.inference_mode()
     def _help_other_ranks(self, *, is_done: bool = False) -> bool:
-        """Help the ranks that share the model's layers compute their tokens (collective among them).
+        """Help the ranks that share the model's layers compute their tokens. Collective among these ranks.
 
         Return whether all ranks are done.
         """
@@ -259,7 +263,7 @@ class Engine:
             self._graphs = None
 
     def _prefill(self, admitted: Mapping[PrefixGroup, Sequence[Request]]) -> None:
-        """Prefill the new prefixes of admitted requests, packed end to end, and sample each request's next token."""
+        """Prefill the new prefixes of admitted requests, packed end to end; sample the next token of each request."""
         new_groups = [group for group in admitted if group.hidden is None]
         if new_groups:
             prefix_rows = [group.row for group in new_groups if group.row is not None]
@@ -267,7 +271,7 @@ class Engine:
             ids = np.concatenate([group.prefix for group in new_groups])
             hidden = self._forward(to_device(ids, self.device), layout)
             self.stats.prefill_tokens += len(ids)
-            # Copy the last states: a view would keep the whole prefill's hidden states alive.
+            # Indexing copies the last states. A view would keep all hidden states of the prefill alive.
             last = to_device(layout.lengths.cumsum() - 1, self.device)
             for group, state in zip(new_groups, hidden[last], strict=True):
                 group.hidden = state
@@ -280,15 +284,15 @@ class Engine:
         self._start_requests(np.array(rows), torch.stack(states))
 
     def _prefill_appended(self) -> None:
-        """Prefill the appended tokens of resumed requests, each up to the end of one cache block.
+        """Prefill the appended tokens of resumed requests, each request up to the end of one cache block.
 
-        Each token is decoded as the newest token of a separate sequence, all with the request's block table. One step
-        computes up to `max_prefill_tokens` of them, and later steps compute the rest. Once all of a request's tokens
-        are computed, its next token is sampled and the request runs.
+        Each token is decoded as if it were the newest token of a separate sequence with the request's block table. One
+        step computes up to `max_prefill_tokens` appended tokens, and later steps compute the rest. Once all tokens of a
+        request are computed, the engine samples the next token, and the request runs.
 
-        Example: 70 of a request's 110 tokens are cached, and blocks have 32. Tokens 70 to 95, the rest of its third
+        Example: 70 of a request's 110 tokens are cached, and blocks have 32. Tokens 70 to 95, the rest of the third
         block, are decoded as 26 sequences of 71 to 96 tokens. The next step decodes tokens 96 to 109 as 14 sequences,
-        and samples the next token from the last one's hidden state.
+        and samples the next token from the hidden state of the last sequence.
         """
         table = self._table
         cache = self._cache
@@ -312,7 +316,7 @@ class Engine:
             self._start_requests(rows[is_complete], hidden[last])
 
     def _start_requests(self, rows: IntArray, states: Tensor) -> None:
-        """Start the requests in these rows [n]: sample each one's next token from its state in `states` [n, D]."""
+        """Start the requests in these rows [n]: sample their next tokens from the hidden states `states` [n, D]."""
         table = self._table
         lengths = self._cache.blocks.lengths
         device_rows, positions, *sampling_params = self._to_device(
@@ -325,10 +329,10 @@ class Engine:
         table.enqueue_readback(rows, sampled)
 
     def _decode_step(self, rows: IntArray) -> None:
-        """Launch one decode step for these requests [B], padded to a CUDA graph's batch size if graphs are on.
+        """Launch one decode step for the requests in these rows [B], padded to a graph's batch size if CUDA graphs are
+        on.
 
-        Padding rows decode an arbitrary token, always at the same position in their sequence. Their results are
-        discarded.
+        Padding rows decode an arbitrary token at a fixed position, and the results of padding rows are discarded.
         """
         cache = self._cache
         num_requests = len(rows)

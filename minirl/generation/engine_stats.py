@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 @dataclass
 class EngineStats:
-    """The engine's work since the last `Engine.take_stats`. Counts are in tokens unless noted.
+    """Statistics of the work since the last call to `Engine.take_stats`. Counts are in tokens unless noted otherwise.
 
-    `decode_tokens`: tokens sampled by decode steps, including `discarded_tokens`, which come from asynchronous steps
-    launched before the host knew that the request had finished.
+    `decode_tokens`: tokens sampled by decode steps, including `discarded_tokens`. Tokens are discarded if an
+    asynchronous step was launched before the host knew that the request had finished.
     `padding_tokens`: padding tokens in CUDA-graph decode steps (`padding.graph_batch_size`).
     `decode_steps`: number of decode steps.
     `preemptions` (within a turn) and `evictions` (between turns): number of requests that lost their blocks to other

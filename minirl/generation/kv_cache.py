@@ -1,12 +1,12 @@
 """The key/value cache: a pool of fixed-size blocks, and the metadata that attention kernels read.
 
-A block stores keys and values of consecutive tokens for every attention layer. Sliding-window layers also keep all
-keys; a mask or the kernel hides those outside the window. `block_pool` tracks each sequence's blocks. Layers without
-attention may cache one state per sequence, at its row.
+A block stores the keys and values of consecutive tokens for every attention layer. Sliding-window layers keep all keys,
+too; a mask or the kernel hides the keys outside the window. `block_pool` tracks each sequence's blocks. Layers without
+attention may cache one state per sequence, indexed by the sequence's row.
 
-A decode step begins with `begin_step`. The arrays that it returns are copied to the device, where `decode_layout`
-builds the layout. Most steps change no table, so a step costs the host only a few operations on whole columns,
-regardless of the number and length of the sequences.
+A decode step begins with `begin_step`. The engine copies the returned arrays to the device, where `decode_layout`
+builds the layout. Most steps change no block table and cost the host only a few vectorized operations, regardless of
+the number and length of the sequences.
 """
 
 import functools
@@ -36,7 +36,7 @@ from minirl.model.portable_attention import BLOCK, DecodeIndex, index_decode, ma
 
 
 class KVCache:
-    """A cache for `num_tokens` tokens (rounded up to whole blocks)."""
+    """A key/value cache for `num_tokens` tokens, rounded up to whole blocks."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        """max_sequences: maximum number of sequences, besides a prefix, whose non-attention states are cached."""
+        """max_sequences: maximum number of sequences with cached non-attention states, not counting a prefix."""
         self.config = config
         self.max_sequences = max_sequences
         self.dtype = dtype
@@ -65,7 +65,8 @@ class KVCache:
         windows = config.attention_windows
         shape = (len(windows), len(self.blocks.ref_counts), config.num_key_value_heads)
         zeros = functools.partial(torch.zeros, dtype=self.dtype, device=self.device)
-        # Start with finite values: the portable kernel also multiplies masked keys and values, and 0 x NaN is NaN.
+        # The cache starts with finite values, because the portable kernel also multiplies masked keys and values, and 0
+        # x NaN is NaN.
         keys = zeros(*shape, config.head_dim, self.block_size)
         values = zeros(*shape, self.block_size, config.head_dim)
         states = None
@@ -79,12 +80,12 @@ class KVCache:
 
     @property
     def prefill_chunk_size(self) -> int:
-        """Chunk size of prefill steps: a step computes a sequence's tokens up to the next multiple of this size."""
+        """Chunk size for appended tokens: a step computes a sequence's tokens up to the next multiple of this size."""
         states = self.pool.states
         return self.block_size if states is None else states.chunk_size
 
     def free_memory(self) -> None:
-        """Free the cache memory. No sequence may still need it."""
+        """Free the cache memory. No sequence in the cache may be read afterwards."""
         vars(self).pop("pool", None)
 
     def fork(self, parent: int, num_forks: int) -> list[int]:
@@ -106,7 +107,7 @@ class KVCache:
         return forks
 
     def prefill_layout(self, rows: Sequence[int]) -> PackedLayout:
-        """Build the layout for all of these sequences' tokens, packed end to end. The forward pass fills the cache."""
+        """Build the layout for prefilling these sequences, packed end to end. The forward pass fills the cache."""
         lengths = self.blocks.lengths[rows]
         positions = concatenated_ranges(0, lengths)
         blocks = self.blocks.blocks_at(np.repeat(rows, lengths), positions)
@@ -120,7 +121,7 @@ class KVCache:
     def begin_step(self, rows: IntArray, positions: IntArray) -> list[NDArray[np.integer]]:
         """Begin a decode step for B tokens in these rows [B]; return `decode_layout`'s arguments, on the host.
 
-        positions [B]: token positions, each in the last block of its sequence, which has space for it.
+        positions [B]: position of each token. The last block of the token's sequence must have space for the token.
         """
         if self.has_states:
             self.pool.states.begin_step(rows, positions)
@@ -152,7 +153,7 @@ class KVCache:
 
 
 class PortableMetadataBuilder:
-    """Builds the portable kernel's metadata for a decode step; reuses the indices while the tables stay the same."""
+    """Builds the portable kernel's metadata for a decode step; reuses indices while block tables stay the same."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype):
         self._windows = set(config.attention_windows.values())
@@ -162,15 +163,15 @@ class PortableMetadataBuilder:
             index_decode,
             num_kv_heads=config.num_key_value_heads,
             groups=groups,
-            # The kernel multiplies each block by the queries of at least this many sequences.
+            # Minimum number of sequences whose queries the kernel multiplies by each block.
             min_users=ceil_div(num_queries, groups),
         )
-        # The tables that the indices were built for, with -1 beyond each token's block.
+        # The block tables for which the indices were built, with -1 beyond each token's block.
         self._tables = np.zeros((0, 0), np.int32)
         self._indices: dict[int | None, DecodeIndex] = {}
 
     def build(self, block_tables: Tensor, positions: Tensor) -> PortableMetadata:
-        """Return the index and the mask for each window; see `KVCache.decode_layout` for the arguments."""
+        """Return the index and the mask for each window size; see `KVCache.decode_layout` for the arguments."""
         num_blocks = positions.numpy()[:, None] // BLOCK + 1
         column = np.arange(num_blocks.max())
         tables = np.where(column < num_blocks, block_tables.numpy()[:, : len(column)], np.int32(-1))

@@ -12,7 +12,7 @@ from minirl.generation.block_pool import IntArray, grow_array
 from minirl.rollouts import TOKEN, Request, SampledSequence, StopTest, Stream, join_streams, make_token_stream
 
 # Lengths include the prompt. `length`: number of tokens that the host has read; asynchronous decoding may have launched
-# one more. `max_length`: limit of the current turn. The other columns are sampling parameters.
+# one more token. `max_length`: length limit for the current turn. The other columns are sampling parameters.
 COLUMNS = np.dtype(
     [
         ("length", np.int64),
@@ -26,9 +26,9 @@ COLUMNS = np.dtype(
 
 
 class RequestColumns:
-    """Requests keyed by cache row: `requests`, their `COLUMNS` [rows], and their tokens, TOKEN [rows, n].
+    """The requests in the cache, keyed by row: `requests`, `COLUMNS` [rows], and tokens, TOKEN [rows, n].
 
-    Only tokens after the prompt are stored. Rows and n grow as requests need more.
+    Only tokens after the prompt are stored. The arrays grow as requests need more rows or tokens.
     """
 
     def __init__(self, num_rows: int):
@@ -36,8 +36,8 @@ class RequestColumns:
         self.requests: dict[int, Request] = {}
         self._columns = np.zeros(num_rows, COLUMNS)
         self._tokens = np.zeros((num_rows, 0), TOKEN)
-        # All requests' stop tokens so far, and whether any request had a stop test. They rule out most rows before each
-        # row's own conditions are checked.
+        # All stop tokens so far, and whether any request so far has a stop test. Both rule out most rows before the
+        # conditions of single rows are checked.
         self._stop_ids: frozenset[int] = frozenset()
         self._has_stop_tests = False
 
@@ -61,7 +61,8 @@ class RequestColumns:
         length = num_prompt_tokens + len(request.sampled)
         max_length = num_prompt_tokens + request.max_new_tokens
         self._columns = grow_array(self._columns, row + 1)
-        # The unused part takes no memory: the operating system allocates only pages that are written.
+        # The unused part of the array takes no memory, because the operating system allocates only pages that are
+        # written.
         self._tokens = grow_array(self._tokens, row + 1, max_length)
         self._tokens[row, num_prompt_tokens:length] = request.sampled
         self.requests[row] = request
@@ -71,7 +72,7 @@ class RequestColumns:
         self._has_stop_tests |= request.stop_test is not None
 
     def append_tokens(self, rows: IntArray, tokens: Stream) -> dict[int, str]:
-        """Append one token, TOKEN [n], to each request; return the finish reasons of ended requests, keyed by row."""
+        """Append one token, TOKEN [n], to each of n requests; return finish reasons of ended requests, keyed by row."""
         lengths = self["length"][rows]
         self._tokens[rows, lengths] = tokens
         self["length"][rows] = lengths + 1
@@ -94,12 +95,12 @@ class RequestColumns:
         return self._tokens[row, start : self["length"][row]]
 
     def requeued_request(self, row: int) -> Request:
-        """Return the request with all tokens sampled so far, so that it can be queued again."""
+        """Return a copy of the request for requeueing, with all tokens sampled so far."""
         request = self.requests[row]
         return replace(request, sampled=self.tokens(row, len(request.prompt_ids)).copy())
 
     def finished_sequence(self, row: int, finish_reason: str) -> SampledSequence:
-        """Return a copy of the finished sequence."""
+        """Return the finished sequence of the request in this row, as a copy."""
         request = self.requests[row]
         num_prompt_tokens = len(request.prompt_ids)
         return SampledSequence(
@@ -111,7 +112,7 @@ class RequestColumns:
         )
 
     def _rows_stopped_by_test(self, rows: Sequence[int]) -> set[int]:
-        """Return the rows whose stop tests end their turns, running each distinct test once."""
+        """Return the rows whose turns end by a stop test. Call each distinct stop test only once."""
         rows_with_test: dict[StopTest, list[int]] = {}
         for row in rows:
             stop_test = self.requests[row].stop_test

@@ -1,4 +1,4 @@
-"""The life of a request, from the queue to its finished rollout, and the cache blocks that it uses along the way.
+"""The life cycle of a request, from the queue to the finished rollout, and the request's cache blocks along the way.
 
     queued --- admit ---> running --- turn ends ---------------------> gone
       ^                    |  ^           |
@@ -8,23 +8,24 @@
       |                       |           |
       +----- preempt ----- appended <-- next turn
 
-A row is a sequence's entry in the cache: its table of the blocks that store its keys and values.
+A row is a sequence's entry in the cache: a table of the blocks that store the sequence's keys and values.
 
-queued    Waits in a group of requests that share their prompt, the group's prefix. The prefix is prefilled once, into a
-          row. Each request is admitted with a fork of that row (full blocks are shared, a partial one is copied); the
-          group's last request takes the row itself. A request that already has tokens forms its own group.
-running   Its row stores all its tokens except the newest. Each step samples one more token. The turn ends at its token
-          limit, or when the host sees a stop token or a completed stop string. With asynchronous decoding, one more
-          token is in flight by then, and is discarded.
-parked    Keeps its row for the next turn, but occupies no slot in the batch.
-appended  The next turn was submitted with new tokens. The tokens missing from its row are computed, one block at a
-          time.
+queued    The request waits in a group of requests with the same prompt, the group's prefix. The prefix is prefilled
+          once, into a row. Each request is admitted with a fork of that row: full blocks are shared, and a partial
+          block is copied. The last request of the group takes over the row itself. A request that already has sampled
+          tokens forms a group alone.
+running   The request's row caches all tokens except the newest. Each step samples one more token. The turn ends at the
+          token limit, or when the host sees a stop token or a completed stop string. With asynchronous decoding, one
+          more token is in flight by then, and this token is discarded.
+parked    The request keeps its row for the next turn, but occupies no slot in the batch.
+appended  The request's next turn was submitted with new tokens. The tokens that are not cached yet are computed, one
+          cache block per step.
 
-When blocks run out, the prefilled prefix of a waiting group is evicted first, then parked requests, the most recently
-parked first. An evicted prefix is prefilled again; so are an evicted request's tokens, which are queued with its next
-turn. If nothing can be evicted, the youngest running request is preempted, or the appended one that needs the block.
-The preempted request gives up its row, and returns to the front of the queue with its tokens, none of which is sampled
-again.
+When blocks run out, the table first evicts the prefilled prefix of a waiting group, then parked requests, starting with
+the most recently parked request. An evicted prefix is prefilled again, and the tokens of an evicted request are
+prefilled again with the request's next turn. If nothing can be evicted, the table preempts the youngest running
+request, or the appended request that needs the block. A preempted request gives up its row and returns to the front of
+the queue. The request keeps its tokens, so no token is sampled twice.
 """
 
 from collections import deque
@@ -54,10 +55,10 @@ NO_LIMIT = 1 << 62
 class PrefixGroup:
     """Queued requests that share a prefix, in order.
 
-    prefix: the prompt's token ids, int64. A request that already has tokens is alone in its group, and its prefix
-    includes them.
-    row: the prefix's row in the cache, once one of the group's requests is admitted. hidden: hidden state [D] of
-    the prefix's last token, from which the next tokens are sampled; None until the prefill.
+    prefix: the prompt's token ids, int64. A request that already has sampled tokens is alone in its group, and the
+    prefix includes these tokens.
+    row: the prefix's row in the cache; None until a request of the group is admitted. hidden: hidden state [D] of the
+    prefix's last token, used to sample each request's next token; None until the prefill.
     """
 
     def __init__(self, *requests: Request):
@@ -70,13 +71,13 @@ class PrefixGroup:
         self.hidden: Tensor | None = None
 
     def shares_prefix_with(self, request: Request) -> bool:
-        """Whether the group's prefix is the request's prompt."""
+        """Return whether the group's prefix equals the request's prompt."""
         first_request = self.requests[0]
         return not len(first_request.sampled) and first_request.prompt_ids == request.prompt_ids
 
 
 class RequestTable:
-    """All of an engine's requests by state, with their cache rows. It decides which ones run; the engine runs them."""
+    """An engine's requests, grouped by state, with their cache rows. The table decides which requests run."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class RequestTable:
         self.cache = cache
         self._blocks = cache.blocks
         self.stats = EngineStats()
-        self.weight_version = 0  # recorded with launched tokens
+        self.weight_version = 0  # recorded with each launched token
         self.max_running = max_running
         self.max_prefill_tokens = max_prefill_tokens
         self.headroom_tokens = headroom_tokens
@@ -101,12 +102,12 @@ class RequestTable:
         self.parked: dict[RolloutId, int] = {}  # rows, in parking order
         self.appended: deque[int] = deque()  # rows
         self._readbacks: deque[Readback] = deque()  # oldest launch first
-        # One row per running request, plus one for the prefix and one for padding. Parked requests add more.
+        # One row per running request, one row for the prefix and one row for padding. Parked requests add rows.
         self._num_rows = max_running + 2
         self.columns = RequestColumns(self._num_rows)
 
     def free_memory(self) -> None:
-        """Drop the finished requests' tokens and their stop tokens."""
+        """Drop the tokens and stop tokens of finished requests."""
         self.columns = RequestColumns(self._num_rows)
 
     @property
@@ -120,7 +121,7 @@ class RequestTable:
         return self.max_running - (len(self.parked) if self.cache.has_states else 0)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, and resume the parked ones among them. Requests that already have tokens go to the front."""
+        """Queue new requests and resume parked requests. Requests with sampled tokens go to the front of the queue."""
         started_groups: list[PrefixGroup] = []
         for request in requests:
             if request.rollout_id in self.parked and self._resume(request):
@@ -140,27 +141,27 @@ class RequestTable:
         if self._blocks.lengths[row] < len(request.prompt_ids) + len(request.sampled):
             self.appended.append(row)
             return True
-        # Nothing was appended, and an asynchronous step has already computed the last token: the hidden state from
-        # which to sample the next one is gone.
+        # Nothing was appended, and an asynchronous step has already computed the last token, so the hidden state for
+        # sampling the next token is gone.
         self._free_request(row)
         return False
 
     def admit(self) -> dict[PrefixGroup, list[Request]]:
         """Take requests off the queue in order, as long as they fit into the batch, the prefill and the cache.
 
-        Only the prefixes get blocks now, because final lengths are unknown. But a request is admitted only if all
-        requests can then decode `headroom_tokens` more, or up to their limits: prefilling a request is wasted if it is
-        soon preempted.
+        Only prefixes get blocks at admission, because final lengths are unknown. However, a request is admitted only if
+        every request can then decode `headroom_tokens` more tokens, or up to its limit, because the prefill of a
+        request that is soon preempted is wasted.
 
-        Example: four requests share a prompt of 70 tokens; there are 9 free blocks of 32 and a headroom of 32 tokens.
-        The prefix takes 3 blocks. Each request may need one block for its headroom, and one for its copy of the
-        prefix's last, partial block; but the last request takes the prefix itself.
+        Example: four requests share a prompt of 70 tokens, 9 blocks of 32 tokens are free, and the headroom is 32
+        tokens. The prefix takes 3 blocks. Each request may need one block for its headroom and one block for its copy
+        of the prefix's partial last block. The last request needs no copy, because it takes over the prefix's row.
 
             request   blocks left   reserved before   needs
             first     9 - 3 = 6     0                 2       the prefix is added
             second    6             2                 2
             third     6             4                 2
-            fourth    6             6                 1       it waits, and the prefix stays for it
+            fourth    6             6                 1       it waits, and the prefix stays cached
         """
         admitted: dict[PrefixGroup, list[Request]] = {}
         self.lacks_blocks = False
@@ -170,7 +171,7 @@ class RequestTable:
         while num_active == self.num_slots == 0:
             self._evict()
         num_prefill_tokens = 0
-        # Free blocks that admitted requests may soon need, for new tokens and for forks' copies of partial blocks.
+        # Number of free blocks that admitted requests may soon need for new tokens and for copies of partial blocks.
         num_reserved = self._num_headroom_blocks() if num_active or self.parked else 0
         while self.queue and num_active < self.num_slots:
             group = self.queue[0]
@@ -189,7 +190,8 @@ class RequestTable:
                 self.lacks_blocks = True
                 break
             while len(self._blocks.free) < num_prefix_blocks:
-                # Nothing is running: evict a later group's prefix and parked requests to make room for the first one.
+                # Nothing is running, so evict prefixes of later groups and parked requests to make room for the first
+                # group.
                 has_evicted = self._evict()
                 assert has_evicted, "a request was submitted that exceeds the cache"
             if group.row is None:
@@ -201,23 +203,23 @@ class RequestTable:
             if not group.requests:
                 self.queue.popleft()
             elif not has_room:
-                # The first request is always admitted. It takes the prefix's row, since there are no blocks for a fork.
+                # The first request is always admitted. Without free blocks for a fork, it takes over the prefix's row.
                 self.queue[0] = PrefixGroup(*group.requests)
                 group.requests.clear()
         return admitted
 
     def _num_headroom_blocks(self) -> int:
-        """Return the number of blocks that requests with rows may need for the headroom, within their token limits."""
+        """Return how many blocks the requests with rows may need for their headroom, within their token limits."""
         rows = np.array([*self.running, *self.appended, *self.parked.values()], np.int64)
         new_lengths = self.columns["length"][rows] + self.headroom_tokens
         new_lengths = np.minimum(new_lengths, self.columns["max_length"][rows])
         lengths = self._blocks.lengths[rows]
-        # The newest of these tokens need not be cached.
+        # The newest token of each request need not be cached.
         num_new_tokens = new_lengths - 1 - lengths
         return int(self._blocks.num_new_blocks(lengths, num_new_tokens.clip(min=0)).sum())
 
     def assign_rows(self, group: PrefixGroup, requests: Sequence[Request]) -> list[int]:
-        """Assign rows to a group's admitted requests, once its prefix is prefilled; return the rows."""
+        """Assign rows to a group's admitted requests after the prefill of the group's prefix; return the rows."""
         assert group.row is not None
         is_last = not group.requests
         rows = self.cache.fork(group.row, len(requests) - is_last)
@@ -228,33 +230,34 @@ class RequestTable:
         return rows
 
     def add_running(self, rows: IntArray) -> None:
-        """Add the requests in these rows [n] to the running ones, as the youngest."""
+        """Add the requests in these rows [n] to the batch, as the youngest running requests."""
         self.running = np.concatenate([self.running, rows])
 
     def rows_below_limit(self) -> IntArray:
         """Return the rows of running requests that are below their limits, counting unread tokens."""
         rows = self.running
-        # The cache never stores the last token.
+        # The last token of a request is never cached.
         return rows[self._blocks.lengths[rows] < self.columns["max_length"][rows] - 1]
 
     def extend(self, rows: IntArray) -> IntArray:
-        """Add cache space for one more token to each of these requests; return the rows that still run.
+        """Add cache space for one more token to each request in these rows; return the rows of requests that still run.
 
-        If blocks run out and nothing can be evicted, the youngest request is preempted, because it usually has the
-        least to recompute. The oldest request is preempted last and always fits, since `submit` rejected any request
-        that alone exceeds the cache, so the engine always makes progress. Preemption requires that all tokens have been
-        read.
+        If blocks run out and nothing can be evicted, the youngest request is preempted, because the youngest request
+        usually has the fewest tokens to recompute. The oldest request is preempted last. `Engine.submit` rejects
+        requests that exceed the whole cache, so the oldest request always fits, and the engine always makes progress.
+        All tokens must have been read before a request is preempted.
         """
         while not self._blocks.can_extend(rows):
             if not self._evict():
-                assert not self._readbacks, "a request is preempted whose tokens were not read"
+                assert not self._readbacks, "a request with unread tokens cannot be preempted"
                 self._preempt(int(rows[-1]))
                 rows = rows[:-1]
         self._blocks.extend(rows)
         return rows
 
     def next_appended_chunks(self) -> dict[int, IntArray]:
-        """Take requests off `appended`, and reserve space for each one's next chunk [n]; return chunks keyed by row.
+        """Take requests off `appended` and reserve space for the next chunk [n] of each; return the chunks keyed by
+        row.
 
         A chunk never crosses a block boundary, and all chunks together have at most `max_prefill_tokens` tokens. A
         request is preempted if no block is free for its chunk.
@@ -283,10 +286,10 @@ class RequestTable:
         self._readbacks.append(Readback(rows, sampled, self.weight_version))
 
     def drain_readbacks(self, *, num_unread: int = 0) -> list[SampledSequence]:
-        """Drain all readbacks except the newest `num_unread`; return the sequences that they finish.
+        """Drain all readbacks except the newest `num_unread`; return the sequences that finish.
 
-        With asynchronous decoding, a request may already have ended with its previous token; the new one is then
-        discarded.
+        With asynchronous decoding, a request may already have ended with its previous token. In that case, the new
+        token is discarded.
         """
         finished: list[SampledSequence] = []
         while len(self._readbacks) > num_unread:
@@ -304,28 +307,29 @@ class RequestTable:
             self._free_request(row)
 
     def _end_turns(self, rows: IntArray) -> None:
-        """Remove requests [n] from the batch; park those that await another turn, and free the others."""
+        """Remove requests [n] from the batch; park requests that await another turn, and free all others."""
         self._remove_running(rows)
         for row in rows.tolist():
             request = self.columns.requests[row]
             if request.parks_after_turn:
                 self.parked[request.rollout_id] = row
-                # The next turn's length is unknown, and the request should not be evicted for a new one.
+                # The length of the next turn is unknown, so the whole headroom is reserved for the request.
                 self.columns["max_length"][row] = NO_LIMIT
             else:
                 self._free_request(row)
 
     def _remove_running(self, rows: IntArray) -> None:
-        """Remove requests [n] from the batch, and discard their unread tokens."""
+        """Remove the requests in these rows [n] from the batch, and discard their unread tokens."""
         self.running = self.running[~np.isin(self.running, rows)]
         for readback in self._readbacks:
             self.stats.discarded_tokens += readback.discard(rows)
 
     def _evict(self) -> bool:
-        """Free the blocks of a queued prefix, or of the most recently parked request; return whether any were freed.
+        """Evict a queued prefix, or else the most recently parked request; return whether anything was evicted.
 
-        The rest of the group, or the request's next turn, has to be prefilled again. If all replies take equally long,
-        requests continue in the order in which they were parked, so the most recent one waits the longest.
+        An evicted prefix must be prefilled again for the rest of its group, and an evicted request for its next turn.
+        If all replies take equally long, requests resume in the order in which they were parked, so the most recently
+        parked request waits the longest.
         """
         for group in self.queue:
             if group.row is not None:
@@ -340,7 +344,7 @@ class RequestTable:
         return True
 
     def _preempt(self, row: int) -> None:
-        """Return a request to the front of the queue. All its tokens must have been read."""
+        """Move a request back to the front of the queue. The host must have read all of the request's tokens."""
         self.queue.appendleft(PrefixGroup(self.columns.requeued_request(row)))
         self._remove_running(np.array([row]))
         self._free_request(row)
@@ -349,15 +353,16 @@ class RequestTable:
     def _free_request(self, row: int) -> None:
         """Drop a request that is not running, and free its row and blocks.
 
-        With asynchronous decoding, the step in flight may still write its keys and values. The blocks can be reused
-        anyway: the next write to them is launched later and runs later.
+        With asynchronous decoding, the step in flight may still write keys and values to the request's blocks. The
+        blocks can be reused anyway, because the next write to these blocks is launched after that step and runs after
+        it.
         """
         del self.columns.requests[row]
         self._blocks.remove(row)
 
 
 class Readback:
-    """One sampled token for each of B running requests, on its way to the host."""
+    """The newest sampled tokens of B running requests, in transit to the host."""
 
     def __init__(self, rows: IntArray, sampled: Tensor, weight_version: int):
         """Start copying the tokens to the host, without blocking."""
@@ -372,14 +377,14 @@ class Readback:
             self._copy_done.record()
 
     def discard(self, rows: IntArray) -> int:
-        """Discard the tokens of requests [n] that left the batch; return how many were discarded."""
+        """Discard the tokens of requests [n] that left the batch; return the number of discarded tokens."""
         is_discarded = self._is_live & np.isin(self._rows, rows)
         self._is_live &= ~is_discarded
         return int(is_discarded.sum())
 
     def read(self) -> tuple[IntArray, Stream]:
-        """Wait for the copy; return the rows of the requests [n] still in the batch, and their tokens, TOKEN [n]."""
-        if self._copy_done is not None:  # wait for work launched before the copy, not for later work
+        """Wait for the copy; return the rows and tokens, TOKEN [n], of the requests that are still in the batch."""
+        if self._copy_done is not None:  # waits only for work launched before the copy
             self._copy_done.synchronize()
         ids, logprob_bits = self._sampled.numpy()
         tokens = np.empty(len(ids), TOKEN)

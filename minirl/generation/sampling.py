@@ -1,11 +1,11 @@
 """Sample next tokens with their exact logprobs. Random numbers depend only on the request and the position.
 
-A request's key is 64 bits derived from (seed, purpose, prompt ordinal, sample, branch). The uniform number that
-selects a token is a hash of the key and the token's position, so a request draws the same numbers in any batch, on
-any rank, in any order. The token is found by inverting the cumulative distribution in fp64: in fp32, rounding in the
-cumulative sum would make most tokens of a large vocabulary unreachable. Logprobs are natural logarithms at the
-sampling temperature. Training scores tokens with the same vocabulary chunks and the same `log_softmax`, so its
-logprobs are bitwise equal to those of sampling.
+Each request has a 64-bit key derived from (seed, purpose, prompt ordinal, sample, branch). The uniform number that
+selects a token is a hash of the key and the token's position, so a request draws the same numbers in any batch, on any
+rank and in any order. Tokens are sampled by inverting the cumulative distribution in fp64. In fp32, rounding in the
+cumulative sum would make most tokens of a large vocabulary unreachable. Logprobs are natural logarithms at the sampling
+temperature. Training scores tokens with the same vocabulary chunks and the same `log_softmax`, so sampling and training
+logprobs are bitwise equal.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ from minirl.rollouts import MAX_TOP_K
 
 PURPOSES = {"train": 1, "eval": 2}
 _MASK_64 = (1 << 64) - 1
-# Tokens per block of the two-level search in `inverse_cdf`.
+# Number of tokens per block in the two-level search of `inverse_cdf`.
 CDF_BLOCK = 512
 
 Number = TypeVar("Number", int, Tensor)
 
 
 def _to_signed(x: int) -> int:
-    """Reinterpret an unsigned 64-bit number as signed."""
+    """Reinterpret an unsigned 64-bit number as a signed number."""
     is_negative = x >> 63
     return x - (1 << 64) if is_negative else x
 
@@ -41,7 +41,7 @@ _MULTIPLIER_2 = _to_signed(0x94D049BB133111EB)
 def _splitmix64(x: Number) -> Number:
     """Hash the lowest 64 bits of x with the splitmix64 finalizer; higher bits of the result are undefined.
 
-    Sums and products wrap around at 64 bits in int64 tensors, but grow longer in Python integers.
+    Sums and products wrap around at 64 bits in int64 tensors, whereas Python integers grow beyond 64 bits.
     """
     x = x + _INCREMENT
     x = x ^ _shift_right(x, 30)
@@ -58,12 +58,12 @@ def _shift_right(x: Number, bits: int) -> Number:
 
 
 def request_key(seed: int, *, purpose: str, prompt_ordinal: int, sample: int, branch: int = 0) -> int:
-    """Return a request's key, a signed 64-bit number. `prompt_ordinal` counts prompts over the whole run.
+    """Return a request's RNG key, a signed 64-bit number. `prompt_ordinal` counts prompts over the whole run.
 
-    The key of each later branch of a rollout is mixed once more than that of the first branch.
+    For a rollout's later branches, the key also depends on `branch`; the first branch (0) adds nothing to the key.
     """
-    # Mix each part into the result of the previous parts. If the parts were mixed alone and then added or xored,
-    # different requests could collide.
+    # Hash each part together with the hash of the previous parts. If the parts were hashed separately and then added or
+    # XORed, different requests could get the same key.
     key = _splitmix64(seed) & _MASK_64
     parts = [PURPOSES[purpose], prompt_ordinal, sample]
     if branch:
@@ -76,7 +76,7 @@ def request_key(seed: int, *, purpose: str, prompt_ordinal: int, sample: int, br
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """Return uniform random numbers, fp64 [B], in [0, 1) for int64 `keys` [B] and token `positions` [B]."""
     bits = _splitmix64(_splitmix64(keys) + positions)
-    # A double represents 53 bits exactly, so the upper 53 of the 64 become multiples of 2^-53.
+    # A double represents 53 bits exactly, so the upper 53 of the 64 bits become a multiple of 2^-53.
     upper_bits = _shift_right(bits, 11)
     return upper_bits.double() * 2.0**-53
 
@@ -89,9 +89,9 @@ def inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
         target = uniform[:, None] * cdf[:, -1:]
         return _first_index_above(cdf, target)[:, 0]
 
-    # Two levels: first find the block of CDF_BLOCK tokens that contains the target, then the token in that block. A
-    # cumulative sum over the whole vocabulary would need a second fp64 tensor [B, V]. The uniform is scaled by the sum
-    # of all probabilities, which is not exactly 1 because of rounding.
+    # Search in two levels: first find the block of CDF_BLOCK tokens that contains the target, then the token in that
+    # block. A cumulative sum over the whole vocabulary would need a second fp64 tensor [B, V]. The uniform number is
+    # scaled by the sum of all probabilities, which is not exactly 1 because of rounding.
     num_missing = -vocab_size % CDF_BLOCK
     padded = logprobs.new_full((batch_size, vocab_size + num_missing), -torch.inf, dtype=torch.float64)
     padded[:, :vocab_size] = logprobs
@@ -103,8 +103,8 @@ def inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
     target_in_block = target - block_starts.gather(1, block)
     row = torch.arange(batch_size, device=block.device)
     cdf = probs[row, block[:, 0]].cumsum(-1)
-    # The two levels round differently, so the target may lie beyond the end of its block. Then take the block's last
-    # token with non-zero probability, where the block's cdf first reaches its end.
+    # The two levels round differently, so the target may lie beyond the end of its block. In that case, take the
+    # block's last token with nonzero probability, at which the block's CDF first reaches its final value.
     block_total = cdf[:, -1:].contiguous()
     last_possible = torch.searchsorted(cdf, block_total)
     first_above = _first_index_above(cdf, target_in_block)
@@ -114,10 +114,10 @@ def inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _first_index_above(cdf: Tensor, target: Tensor) -> Tensor:
-    """Return the first index [B, 1] at which `cdf` [B, W] exceeds `target` [B, 1], or the last index.
+    """Return the first index [B, 1] at which `cdf` [B, W] exceeds `target` [B, 1], or the last index if there is none.
 
-    If the target is a uniform times the end of the cdf, some index exceeds it, since a uniform is at most 1 - 2^-53. A
-    NaN cdf is the exception: the sampled token's logprob is then NaN, which reveals the error.
+    A uniform number is at most 1 - 2^-53, so a target that is a uniform number times the CDF's final value is always
+    exceeded, unless the CDF is NaN. In that case, the sampled token's logprob is NaN as well, which reveals the error.
     """
     index = torch.searchsorted(cdf, target, right=True)
     return index.clamp_(max=cdf.shape[1] - 1)
@@ -131,14 +131,16 @@ def sample(
     *,
     vocab_chunk: int = VOCAB_CHUNK,
 ) -> Tensor:
-    """Sample tokens from hidden states [B, D] and the head's weight [V, D], on CUDA without blocking the host.
+    """Sample tokens from hidden states [B, D] and the head's weight [V, D]. On CUDA, this does not block the host.
 
-    Returns int32 [2, B], for a single copy to the host: tokens, and the bits of their fp32 logprobs.
+    Returns int32 [2, B], so that one copy moves everything to the host: the tokens, and the bits of their fp32
+    logprobs.
 
-    positions int64 [B]: positions of the sampled tokens. sampling_params, on the device, from `RequestColumns`: keys
-    int64 [B]; temperature fp32 [B], where 0 picks the most likely token, with its logprob at temperature 1; the
-    `Truncation` fields, top_k int64 [B] and top_p fp64 [B], or nothing if no request uses truncated sampling.
-    vocab_chunk: number of vocabulary tokens per matmul with the head; on CUDA, one matmul covers the whole vocabulary.
+    positions int64 [B]: positions of the sampled tokens.
+    sampling_params: the arrays of `RequestColumns.sampling_params` on the device: keys int64 [B]; temperatures fp32
+    [B]; and, if any request uses truncated sampling, top_k int64 [B] and top_p fp64 [B]. Temperature 0 picks the most
+    likely token and returns its logprob at temperature 1. vocab_chunk: number of vocabulary tokens per matmul with the
+    head; on CUDA, one matmul covers the whole vocabulary.
     """
     keys, temperature, *truncation = sampling_params
     uniform = uniforms(keys, positions)
@@ -157,7 +159,7 @@ def sample(
     logprobs = log_softmax(logits, chunk_totals)
     tokens = inverse_cdf(logprobs, uniform)
     is_greedy = temperature == 0
-    if not is_on_cpu or is_greedy.any():  # on CUDA, checking would make the host wait
+    if not is_on_cpu or is_greedy.any():  # on CUDA, this check would make the host wait
         most_likely = logits.argmax(-1)
         tokens = torch.where(is_greedy, most_likely, tokens)
     token_logprobs = logprobs.gather(1, tokens[:, None])[:, 0]
@@ -165,7 +167,7 @@ def sample(
 
 
 def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> None:
-    """Set the logits fp32 [B, V] of tokens excluded from sampling to -inf, like transformers' logits processors.
+    """Mask the logits fp32 [B, V] of excluded tokens with -inf in place, like transformers' logits processors.
 
     The logits are already divided by the temperature. top_k and top_p [B] are `Truncation` fields. A row with
     top_k 0 or temperature 0 keeps all tokens.
@@ -175,7 +177,7 @@ def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) 
     is_kept = torch.arange(width, device=logits.device) < top_k[:, None]
     probs = top_logits.double().masked_fill(~is_kept, -torch.inf).softmax(-1)
     prob_before = probs.cumsum(-1) - probs
-    # top_p 1 keeps all tokens, even those whose preceding cumulative probability rounds to 1.
+    # With top_p 1, keep all tokens, even a token whose preceding cumulative probability rounds to 1.
     is_kept &= (prob_before < top_p[:, None]) | (top_p[:, None] == 1)
     is_removed = torch.ones_like(logits, dtype=torch.bool).scatter_(1, ids, ~is_kept)
     is_removed &= ((top_k > 0) & (temperature > 0))[:, None]

@@ -1,8 +1,8 @@
 """LoRA adapters (Hu et al. 2021, arXiv 2106.09685) in PEFT's format.
 
 An adapter folder contains adapter_config.json, which names the base model's folder or Hub id, and
-adapter_model.safetensors; minirl also writes the base's config.json and tokenizer there. `weights.load_weights` loads
-such a folder as the base model with the adapters merged in.
+adapter_model.safetensors; minirl also writes the base model's config.json and tokenizer into the folder.
+`weights.load_weights` loads such a folder as the base model with the adapters merged in.
 """
 
 import math
@@ -24,17 +24,17 @@ from minirl.model.folders import ADAPTERS_FILE
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# Prefixes of the decoder's tensors in transformers' vision models; older versions use the second one.
+# Prefixes of the decoder's tensors in transformers' vision models; older versions use the second prefix.
 _VISION_MODEL_PREFIX = r"^(model\.language_model|language_model\.model)\."
 # PEFT treats modules with these names as stacked experts, even inside a shared expert.
 _EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-# PEFT keys that do not affect a trained adapter, or that only select which tensors it contains.
+# PEFT keys that do not affect a trained adapter, or that only select which tensors the adapter contains.
 _HARMLESS_KEYS = frozenset(
     "task_type auto_mapping peft_version base_model_name_or_path inference_mode r lora_alpha lora_dropout "
     "target_modules target_parameters exclude_modules layers_to_transform layers_pattern megatron_core eva_config "
     "runtime_config qalora_group_size ensure_weight_tying".split()
 )
-# Supported values, in addition to those that disable an option. With these values, `layers.Linear` matches PEFT. With
+# Supported values, in addition to values that disable an option. With these values, `layers.Linear` matches PEFT. With
 # other values of `init_lora_weights`, PEFT changes the base weights at initialization.
 _SUPPORTED_VALUES = {
     "peft_type": ("LORA",),
@@ -46,9 +46,9 @@ _SUPPORTED_VALUES = {
 
 
 def initial_values(name: str, shape: torch.Size) -> Tensor:
-    """Return initial values for a parameter that no file stores: zeros, so that the parameter has no effect at first.
+    """Return initial values for a parameter that no file stores: zeros, so the parameter has no effect at first.
 
-    Only lora_A is drawn uniformly, as in PEFT, with a seed derived from the parameter's name.
+    The exception is lora_A, which is drawn uniformly as in PEFT, with a seed derived from the parameter's name.
     """
     values = torch.zeros(shape)
     if name.endswith("lora_A"):
@@ -62,7 +62,7 @@ class SavedAdapters:
     """One folder's adapters; `tensors` is empty if the folder contains no adapters.
 
     tensors: adapter tensors, keyed by parameter name, e.g. model.layers.0.mlp.up_proj.lora_A. A module that PEFT saved
-        in full, such as a scalar head, keeps its own name. `merge` removes a layer's tensors once they are merged.
+        in full, such as a scalar head, keeps its own name. `merge` removes a layer's tensors after merging them.
     """
 
     path: Path
@@ -107,7 +107,7 @@ def read_adapters(folder: Path) -> SavedAdapters:
         )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1:
-        raise InputError(f"{path}: r is {rank!r} and lora_alpha {alpha!r}; expected two numbers")
+        raise InputError(f"{path}: r is {rank!r} and lora_alpha is {alpha!r}; expected two numbers")
     adapters = SavedAdapters(folder / WEIGHTS_FILE, rank, alpha)
     with open_tensors(adapters.path) as file:
         for name in sorted(file.keys()):
@@ -126,7 +126,7 @@ def peft_config(
     """
     assert config.adapters is not None
     targets = dict.fromkeys(name.split(".")[-2] for name in names if is_adapter(name))
-    # PEFT treats modules with some names as experts, whose weights transformers stacks.
+    # PEFT treats modules with certain names as experts, whose weights transformers stacks.
     expert_names = _EXPERT_PROJECTIONS if config.hf_backend is not None and "expert" in str(raw) else ()
     modules = [name for name in targets if name not in expert_names]
     # Match only the language model, because layers of the vision encoder may have the same names.

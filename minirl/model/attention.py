@@ -1,12 +1,12 @@
 """Attention layouts and kernel dispatch.
 
-A layout assigns the tokens of a stream to sequences. `PackedLayout`: whole sequences end to end (training, scoring,
-prefill); a prefix that several sequences share is computed once. `DecodeLayout`: the next tokens of cached sequences.
-`attend` accepts either layout, so the model needs only one forward.
+A layout assigns the tokens of a stream to sequences. A `PackedLayout` contains whole sequences end to end (training,
+scoring, prefill), and computes a prefix that several sequences share only once. A `DecodeLayout` contains the next
+tokens of cached sequences. `attend` accepts either layout, so the model needs only one forward.
 
-All kernels compute the same attention. For packed streams: flash-attn or torch's varlen kernel (CUDA, 16-bit, head
-dimension up to 256 and a multiple of 8), otherwise `portable_attention`. For decoding with a cache: `paged_attention`
-on CUDA, otherwise `portable_attention`.
+All kernels compute the same attention. Packed streams use flash-attn or torch's varlen kernel (CUDA, 16-bit, head
+dimension up to 256 and a multiple of 8), and `portable_attention` in all other cases. Decoding uses `paged_attention`
+on CUDA and `portable_attention` on the CPU.
 
 Positions start at 0 in each sequence. Attention is always causal; with window w, a token attends to itself and the
 w - 1 tokens before it. Only the portable kernel takes a mask: `portable_attention.index_packed` builds the mask for
@@ -32,7 +32,8 @@ from minirl.ranks.process_group import print0
 
 Derived = TypeVar("Derived")
 
-# Tokens per cache block for `paged_attention`. The CPU uses `portable_attention.BLOCK`.
+# Number of tokens per cache block for `paged_attention`. On the CPU, a cache block has `portable_attention.BLOCK`
+# tokens.
 PAGED_BLOCK = 128
 
 
@@ -47,15 +48,15 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
 def has_flash_attn() -> bool:
     """Return whether flash-attn's kernel can be imported. Not collective.
 
-    If the package is installed but fails to import, rank 0 prints the reason once, e.g. a build for a different torch
-    version, or a local folder that shadows the package.
+    If the package is installed but fails to import, rank 0 prints the reason once. Typical reasons are a build for a
+    different torch version and a local folder that shadows the package.
     """
     try:
         from flash_attn import flash_attn_varlen_func  # noqa: F401
     except Exception as error:  # a mismatched build may raise anything
         if not (isinstance(error, ModuleNotFoundError) and error.name == "flash_attn"):
             reason = " ".join(str(error).split())
-            print0(f"note: flash_attn cannot be imported, so torch's varlen kernel replaces it: {reason}")
+            print0(f"note: cannot import flash_attn, so attention uses torch's varlen kernel: {reason}")
         return False
     return True
 
@@ -66,7 +67,7 @@ def decode_kernel_for(device: torch.device) -> str:
 
 
 def to_device(x: Tensor | np.ndarray, device: torch.device) -> Tensor:
-    """Copy a host tensor or array to `device`; for CUDA, pin it first, so that the copy does not block the host."""
+    """Copy a host tensor or array to `device`; for CUDA, pin its memory first, so the copy does not block the host."""
     host = torch.as_tensor(x)
     if device.type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
@@ -79,7 +80,7 @@ def concatenated_ranges(starts: ArrayLike, lengths: ArrayLike) -> np.ndarray:
     starts, lengths: integers [n], as arrays or lists; `starts` may be a single integer for all ranges.
     """
     counts = np.asarray(lengths, np.int64)
-    # Each range equals a slice of one np.arange plus its shift.
+    # Each range is a slice of one long np.arange plus a constant shift.
     shifts = np.asarray(starts, np.int64) + counts - counts.cumsum()
     return np.arange(counts.sum()) + shifts.repeat(counts)
 
@@ -87,9 +88,9 @@ def concatenated_ranges(starts: ArrayLike, lengths: ArrayLike) -> np.ndarray:
 class CachePool(NamedTuple):
     """The cached keys and values of all attention layers, in S blocks.
 
-    keys [layers, S, K, C, BLOCK] and values [layers, S, K, BLOCK, C], so that matrix products need no transpose.
-    layers: views of each layer's keys and values, keyed by layer index.
-    states: per-row states for layers without attention; only those layers read them.
+    keys [layers, S, K, C, BLOCK], values [layers, S, K, BLOCK, C]: in these shapes, matmuls need no transpose. layers:
+    views of each layer's keys and values, keyed by layer index.
+    states: per-row states of the layers without attention, or None if the model has no such layers.
     """
 
     keys: Tensor
@@ -110,10 +111,10 @@ PortableMetadata = Mapping[int | None, tuple[portable_attention.DecodeIndex, Ten
 
 
 class SlotMapping(NamedTuple):
-    """The cache slots in which a layout's tokens are stored.
+    """The cache slots for the keys and values of a layout's tokens.
 
     rows int64: cache rows, one per sequence in a `PackedLayout` and one per token in a `DecodeLayout`.
-    block, offset int64 [n]: the block of each of n tokens, and the token's offset in that block.
+    block, offset int64 [n]: each token's block, and the token's offset in that block.
     """
 
     pool: CachePool
@@ -145,7 +146,7 @@ class _Memo:
 
 
 class Sequence(NamedTuple):
-    """A sequence in a packed stream. It shares its first `num_shared` tokens with the sequence at index `parent`.
+    """A sequence in a packed stream, which shares its first `num_shared` tokens with the sequence at index `parent`.
 
     The parent comes earlier in the stream and may itself have a parent. A sequence without a parent shares no tokens.
     """
@@ -159,16 +160,16 @@ class Sequence(NamedTuple):
 class PackedLayout(_Memo):
     """N whole sequences, concatenated end to end.
 
-    The stream has T tokens, the sum of the lengths. The model computes T' <= T of them: tokens that a sequence shares
-    with its parent are computed once, as part of the parent. For example, with the sequences `Sequence(3)` and
-    `Sequence(5, parent=0, num_shared=2)`, T is 8 and T' is 6:
+    The stream has T tokens, the sum of the lengths. The model computes only T' <= T tokens, because tokens that a
+    sequence shares with its parent are computed once, as part of the parent. For example, with the sequences
+    `Sequence(3)` and `Sequence(5, parent=0, num_shared=2)`, T is 8 and T' is 6:
 
         stream            a  b  c  a  b  d  e  f
         hidden_index      0  1  2  0  1  3  4  5     index of each stream token in the T' hidden states
         computed_tokens   0  1  2        5  6  7     stream index of each of the T' computed tokens
         positions         0  1  2        2  3  4     position of each computed token in its sequence
 
-    slot_mapping: cache slots for the keys and values, or None if they are not cached. Cached sequences share no tokens.
+    slot_mapping: cache slots for the keys and values, or None without a cache. Cached sequences share no tokens.
     """
 
     sequences: tuple[Sequence, ...]
@@ -182,12 +183,12 @@ class PackedLayout(_Memo):
 
     @functools.cached_property
     def num_shared(self) -> np.ndarray:
-        """Number of each sequence's tokens that are computed as part of its parent, int64 [N]."""
+        """Number of tokens that each sequence shares with its parent, int64 [N]."""
         return np.array([sequence.num_shared for sequence in self.sequences], np.int64)
 
     @property
     def num_computed(self) -> np.ndarray:
-        """Number of each sequence's tokens that it does not share with its parent, int64 [N]."""
+        """Number of tokens that each sequence does not share with its parent, int64 [N]."""
         return self.lengths - self.num_shared
 
     @functools.cached_property
@@ -287,10 +288,10 @@ def _attend_varlen(
     """Compute packed attention with flash-attn's or torch's varlen kernel."""
     if layout.num_shared.any():
         # Copy shared keys and values to each sequence. A sequence then has fewer queries than keys, and the kernels
-        # align the queries with the last keys. That is correct, because the shared tokens come first.
+        # align the queries with the last keys. This alignment is correct, because the shared tokens come first.
         k = k.index_select(0, layout.hidden_index)
         v = v.index_select(0, layout.hidden_index)
-    # Numbers of keys that a query sees to its left and to its right; -1 means no limit.
+    # Maximum number of keys that a query sees to the left and to the right; -1 means no limit.
     kernel_options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
     if kernel == "flash":
         from flash_attn import flash_attn_varlen_func as attend_sequences

@@ -1,15 +1,15 @@
-"""Matrix products in which a row's result does not depend on the number of rows.
+"""Batch-invariant matmuls: a row's result does not depend on the number of rows.
 
-Sampling and scoring process the same token in batches of different sizes. Their logprobs are bitwise equal only if
-every product computes the same bits for a row in any batch, but matrix libraries choose their kernel by shape. So, on
-the CPU, each rank runs on one thread (`ranks.process_group.start`), every product has at least MIN_COLUMNS columns, and
-bf16 operands are multiplied in fp32 if the CPU has no bf16 instructions (`matmul_dtype`). Everything else is measured
-on the machine, once per shape and dtype: `matmul_form` returns the number of rows to which a product is padded, or the
-size of the tiles in which it is computed. `is_batch_invariant` and, for attention, `portable_attention.min_queries`
-tell whether these measures suffice. Norms and elementwise functions work with any number of rows.
+Sampling and scoring process the same token in batches of different sizes. Sampling and scoring logprobs are bitwise
+equal only if every matmul computes the same bits for a row in any batch, but matrix libraries choose kernels by shape.
+Therefore, on the CPU, each rank runs on one thread (`ranks.process_group.start`), every matmul has at least MIN_COLUMNS
+columns, and bf16 operands are multiplied in fp32 if the CPU has no bf16 instructions (`matmul_dtype`). Everything else
+is measured on this machine, once per shape and dtype: `matmul_form` returns the number of rows to pad to, or the size
+of the tiles to split into. `is_batch_invariant` and, for attention, `portable_attention.min_queries` report whether
+this is enough on this machine. Norms and elementwise functions are batch-invariant anyway.
 
-None of this applies on CUDA, where bits may differ. Instead, every step measures the gap between sampling and scoring
-logprobs.
+On CUDA, matmuls are not made batch-invariant. Instead, every training step measures the gap between sampling and
+scoring logprobs.
 """
 
 import functools
@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 class MatmulForm(NamedTuple):
-    """How to compute products of one shape: by default, with the operand padded to at least `num_rows` rows.
+    """How to compute matmuls of one shape: by default, with the operand padded to at least `num_rows` rows.
 
     is_tiled: whether to compute the product in tiles of `num_rows` rows instead.
     """
@@ -36,18 +36,19 @@ class MatmulForm(NamedTuple):
     is_tiled: bool = False
 
 
-# The forms that `matmul_form` tries, fastest first. MKL and oneDNN use different kernels for few rows: on Intel CPUs,
-# for 1 to 15 rows; on AMD CPUs, for 1 to 3 rows, or up to 15 in bf16 products with few terms and columns.
+# The forms that `matmul_form` tries, fastest first. MKL and oneDNN use different kernels for few rows: 1 to 15 rows on
+# Intel CPUs; 1 to 3 rows on AMD CPUs, or up to 15 rows in small bf16 matmuls.
 FORMS = (MatmulForm(4), MatmulForm(8), MatmulForm(16), MatmulForm(64, is_tiled=True))
-# The form for products that are not batch-invariant.
+# The form for matmuls that no form makes batch-invariant.
 INEXACT = MatmulForm(1)
-# With fewer columns, libraries use matrix-vector kernels, or kernels whose rounding depends on the column's position.
+# Minimum number of columns of a matmul. With fewer columns, libraries use matrix-vector kernels, or kernels whose
+# rounding depends on the column index.
 MIN_COLUMNS = 64
 # Largest bf16 operand, in elements, for which MKL's fp32 product is the fastest option with few rows.
 MAX_UPCAST_OPERAND = 1 << 15
 # Row counts that `matmul_form` tries: all small counts, counts around kernel block sizes, and larger counts for small
-# shapes, whose kernels change with the number of multiplications. Every form pads to at least the first of these
-# counts.
+# shapes, whose kernels change with the number of multiplications. Every form pads to at least the smallest probed
+# count.
 PROBED_ROWS = (
     *range(FORMS[0].num_rows, 66),
     80,
@@ -64,14 +65,17 @@ PROBED_ROWS = (
     2049,
     4097,
 )
-# Limits on probing: the number of multiplications in a product of more than 513 rows, and of elements in a weight.
+# Limits on probing: the maximum number of multiplications in a matmul with more than 513 rows, and the maximum number
+# of elements in a weight.
 MAX_PROBED_WORK = 1 << 25
 MAX_PROBED_WEIGHT = 1 << 22
-# Number of distinct rows in a probed product; neither a divisor nor a multiple of any kernel's block size. In bf16,
-# reordering a sum of fewer than 8 terms changes only one element in 5,000, so short sums need more distinct rows.
+# Number of distinct rows in a probed matmul. The number is neither a divisor nor a multiple of any kernel's block size.
+# In bf16, reordering a sum of fewer than 8 terms changes only one element in 5,000, so short sums need more distinct
+# rows.
 PROBE_PERIOD = 11
 PROBE_PERIOD_SHORT_SUMS = 523
-# A vectorized function and its scalar tail differ in the last bit. A width that is a multiple of this has no tail.
+# A vectorized kernel and its scalar tail differ in the last bit. A width that is a multiple of VECTOR_WIDTH has no
+# tail.
 VECTOR_WIDTH = 32
 
 
@@ -87,8 +91,8 @@ def measured(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
         settings = torch.get_num_threads(), torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
         key = function, args, tuple(kwargs.items()), settings
         if key not in _measurements:
-            # transformers modules run under a mode that replaces `F.linear` with `linear`. Its padding would hide how
-            # a product depends on the number of rows.
+            # transformers modules run under a mode that replaces `F.linear` with `linear`. The padding in `linear`
+            # would hide how a matmul depends on the number of rows.
             with torch._C.DisableTorchFunction():
                 _measurements[key] = function(*args, **kwargs)
         return _measurements[key]
@@ -107,16 +111,16 @@ def has_bf16_instructions() -> bool:
 
 
 def matmul_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the CPU multiplies `dtype` operands: fp32 for bf16 if it has no bf16 instructions.
+    """Return the CPU's matmul dtype for `dtype` operands: fp32 for bf16 without bf16 instructions, else `dtype`.
 
-    Without such instructions, a bf16 product takes 2 to 12 times as long as the fp32 product of the same operands, and
-    a row's bits depend on the number of rows. The fp32 product is then rounded to bf16.
+    Without bf16 instructions, a bf16 matmul takes 2 to 12 times as long as an fp32 matmul of the same operands, and a
+    row's bits depend on the number of rows. The result of the fp32 matmul is rounded to bf16.
     """
     return torch.float32 if dtype == torch.bfloat16 and not has_bf16_instructions() else dtype
 
 
 def _is_upcast(x: Tensor) -> bool:
-    """Return whether products of x are upcast to fp32 on the CPU."""
+    """Return whether x is upcast to fp32 for matmuls on the CPU."""
     return x.device.type == "cpu" and matmul_dtype(x.dtype) != x.dtype
 
 
@@ -152,7 +156,7 @@ class _Matmul(torch.autograd.Function):
         """Return the product [T, out]."""
         ctx.save_for_backward(x, weight)
         upcast_dtype = matmul_dtype(x.dtype)
-        # The product itself adds the bias, as it does without padding; a separate addition would round twice.
+        # The matmul itself adds the bias, as without padding. A separate addition would round twice.
         upcast_bias = None if bias is None else pad_rows(bias.to(upcast_dtype), MIN_COLUMNS)
         product = functools.partial(F.linear, bias=upcast_bias)
         return _matmul_in_form(product, x.to(upcast_dtype), weight.to(upcast_dtype), form).to(x.dtype)
@@ -188,7 +192,7 @@ def _matmul_in_form(
 
 
 def activate(x: Tensor, function: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
-    """Apply an elementwise function to x [T, width], padded so that the vectorized kernel computes every element."""
+    """Apply an elementwise function to x [T, width]. Padding lets the vectorized kernel compute every element."""
     width = x.shape[1]
     missing = -width % VECTOR_WIDTH
     if missing == 0:
@@ -209,8 +213,8 @@ def mm_fp32_out(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.mm(a.to(dtype), b.to(dtype), out_dtype=upcast_dtype)
     if matmul_dtype(dtype) != torch.bfloat16 or b.numel() <= MAX_UPCAST_OPERAND:
         return torch.mm(a.to(upcast_dtype), b.to(upcast_dtype))
-    # torch.mm has no out_dtype on the CPU. An fp32 product that may round its operands to bf16 gives the same result
-    # at bf16 speed.
+    # torch.mm has no out_dtype on the CPU. An fp32 matmul that may round its operands to bf16 gives the same result at
+    # bf16 speed.
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     saved_precision = matmul.fp32_precision
     matmul.fp32_precision = "bf16"
@@ -237,8 +241,8 @@ def _head_matmul(hidden: Tensor, weight: Tensor) -> Tensor:
 def matmul_form(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool = False) -> MatmulForm:
     """Return the fastest form in which each row of x [T, in] @ W [in, out] has the same bits at every T.
 
-    Return INEXACT if no form does this, or if torch uses several threads, which guarantee nothing. is_head: whether to
-    measure `head_logits` instead of `linear`.
+    Return INEXACT if there is no such form, or if torch uses several threads, with which no form is reliable. is_head:
+    whether to measure `head_logits` instead of `linear`.
     """
     if torch.get_num_threads() > 1:
         return INEXACT
@@ -249,7 +253,7 @@ def matmul_form(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool 
     row_counts = [rows for rows in PROBED_ROWS if rows <= 513 or rows * weight.numel() <= MAX_PROBED_WORK]
     num_repeats = -(-row_counts[-1] // period)
     rows = x.repeat(num_repeats, 1)
-    # For small row counts, test several slices, so that every distinct row is covered.
+    # For small row counts, test several slices, so that they cover every distinct row.
     slices = [slice(i, i + n) for n in row_counts for i in range(0, max(1, period - n + 1), n)]
     for form in FORMS:
         expected = _matmul_in_form(product, x, weight, form).repeat(num_repeats, 1)
@@ -261,7 +265,7 @@ def matmul_form(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool 
 
 
 def _column_shards_match(num_in: int, num_out: int, dtype: torch.dtype, num_parts: int) -> bool:
-    """Return whether columns computed in parts, as in `shards`, match the full product bitwise."""
+    """Return whether columns computed in parts, as in `shards`, match the full matmul bitwise."""
     num_columns = min(num_out, MAX_PROBED_WEIGHT // num_in)
     (x,), (weight,) = cancelling_operands(1, 128, num_in, num_columns, dtype)
     x, weight = x.to(dtype), weight.to(dtype)
@@ -283,7 +287,7 @@ def is_batch_invariant(
     """Return whether each row of x [T, in] @ W [in, out] has the same bits at every T, for all `shapes` (in, out).
 
     Measures `linear`, or `head_logits` if `is_head`. With several shards, also measures whether columns computed in
-    `num_shards` parts, as in `shards`, match the full product. Returns False on CUDA, without measuring.
+    `num_shards` parts, as in `shards`, match the full matmul. Returns False on CUDA, without measuring.
     """
     if device.type != "cpu":
         return False
@@ -301,8 +305,8 @@ def cancelling_operands(
 ) -> tuple[Tensor, Tensor]:
     """Return random x [n, num_rows, num_in] and y [n, num_out, num_in] for which x @ y.T is 0 up to rounding.
 
-    Reordering the sum then changes most elements. Arbitrary operands would hide the reordering: after rounding to bf16,
-    only one element in 30,000 changes. The terms differ in magnitude, because a few terms of equal magnitude have an
+    With these operands, reordering the sum changes most elements. With arbitrary operands, only one element in 30,000
+    would change after rounding to bf16. The terms differ in magnitude, because a few terms of equal magnitude have an
     exact sum in any order. The operands are in `matmul_dtype(dtype)`.
     """
     generator = torch.Generator().manual_seed(0)

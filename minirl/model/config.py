@@ -1,4 +1,4 @@
-"""A decoder's shape and features; the fields have the same names as in config.json."""
+"""A decoder's shape and features. Fields are named after their keys in config.json, if they have one."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 class Rope:
     """A rotary position embedding: channel pair i rotates by `frequencies[i]` radians per position.
 
-    Channels beyond 2 x len(frequencies) are not rotated; with empty `frequencies`, no channel is.
+    Channels beyond 2 x len(frequencies) are not rotated; with empty `frequencies`, no channel is rotated.
     attention_factor: factor by which the rotated channels are multiplied (YaRN's attention factor).
     """
 
@@ -52,7 +52,7 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA settings: the linear layers in attention and the MLP are frozen, and each adds alpha / rank (x A^T) B^T."""
+    """LoRA settings: each linear layer in attention and the MLP is frozen, and adds alpha / rank (x A^T) B^T."""
 
     rank: int
     alpha: float = 16.0
@@ -76,7 +76,7 @@ class ModelConfig:
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
-    # Each layer's rope.
+    # The RoPE of each layer.
     layer_ropes: tuple[Rope, ...]
     # Each layer's window size in tokens, including the token itself; None for full attention.
     layer_windows: tuple[int | None, ...]
@@ -100,15 +100,15 @@ class ModelConfig:
     # Whether embeddings are multiplied by the square root of the hidden size (Gemma 3).
     scales_embeddings: bool = False
     query_multiplier: float = 1.0  # factor for queries, in addition to 1 / sqrt(head_dim) (Gemma 3)
-    # The name prefix of the decoder's tensors in a checkpoint, and regular expressions for the names of tensors that
-    # are not part of the model but are saved with it.
+    # The name prefix of the decoder's tensors in a checkpoint, and regular expressions that match the names of tensors
+    # that are saved with the model although the model does not use them.
     weight_prefix: str = "model."
     passthrough_weight_patterns: tuple[str, ...] = ()
     # Whether this is a value or reward model, which outputs one number per hidden state instead of logits.
     scalar_head: bool = False
     # An `extras.hf_models.types.HFModel` if the model is built from transformers modules, else None.
     hf_backend: Any = None
-    # If set, only the adapters and a scalar head are trained.
+    # If set, only the adapters and, if there is one, the scalar head are trained.
     adapters: Adapters | None = None
 
     @property

@@ -1,8 +1,9 @@
 """Convert each model family's config.json to a `ModelConfig`, using transformers' config class.
 
-transformers defines what each key means. `read_config` builds a small model from this config.json and compares it with
-transformers' own (`extras.hf_models.gate`), so a config with a key that minirl ignores is rejected if the key changes
-transformers' results. Without the `hf_models` extra, there is no comparison, and the key stays ignored.
+transformers defines what each key means. `read_config` builds a small model from the config.json and compares its
+outputs with the outputs of transformers' model (`extras.hf_models.gate`). So if a config has a key that minirl ignores
+and that changes transformers' outputs, the config is rejected. Without the `hf_models` extra, there is no comparison,
+and such a key has no effect.
 
 docs/families.md lists the families; CONTRIBUTING.md explains how to add one.
 """
@@ -24,7 +25,7 @@ from minirl.model.layers import ACTIVATIONS
 
 
 class VisionModel(NamedTuple):
-    """A vision-language model, of which minirl loads only the text model."""
+    """A vision-language model. minirl loads only the text model."""
 
     # The model_type of text_config.
     text_type: str
@@ -47,7 +48,7 @@ _DELTA_SIZES = {
     "value_head_dim": "linear_value_head_dim",
     "kernel_size": "linear_conv_kernel_dim",
 }
-# The `ModelConfig` fields that have the same value for all models in a family, as in transformers' classes.
+# The `ModelConfig` fields with the same value for all models in a family. transformers hardcodes these values, too.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
@@ -74,7 +75,7 @@ _VISION_MODELS = {
     "qwen3_5": VisionModel("qwen3_5_text", "model.language_model."),
     "gemma3": VisionModel("gemma3_text", "language_model.model."),
 }
-# Keys that are rejected unless they are null, because the gate's small models would not reveal their effect.
+# Keys that are rejected unless null, because the gate's small models would not reveal the effect of these keys.
 _UNSUPPORTED_KEYS = {"attn_logit_softcapping", "auto_map", "final_logit_softcapping", "quantization_config"}
 # Supported suffixes for the class name in `architectures`. Other classes may use the same weights differently.
 _CLASSIFIER_SUFFIX = "ForSequenceClassification"
@@ -101,9 +102,9 @@ _FIELDS_AND_KEYS = (
     ("activation", "hidden_act"),
     ("activation", "hidden_activation"),
 )
-# Upper limit for each size. No real model reaches these limits, and within them, a tensor's size in bytes fits in an
-# int64, so that a comparison with the weights finds a wrong size. fp32 represents every integer up to 2^24, and hence
-# every position.
+# Upper limit for each size. No real model reaches these limits. Within the limits, a tensor's size in bytes fits in an
+# int64, so a wrong size is found by comparison with the weights. fp32 represents every integer up to 2^24 exactly, and
+# hence every position.
 _MAX_SIZES = {
     **dict.fromkeys((*_SIZE_KEYS, "head_dim", *_DELTA_SIZES.values()), 2**20),
     "num_hidden_layers": 2**10,
@@ -149,7 +150,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
         return dataclasses.replace(read_hf_config(raw), scalar_head=scalar_head)
     text_config = _text_config(raw)
     config = transformers_config(text_config)
-    # Ignore keys of other families; the gate detects those that have an effect in transformers.
+    # Ignore keys of other families. The gate detects keys that have an effect in transformers.
     family_keys = vars(type(config)()).keys()
     keys = {key: value for key, value in vars(config).items() if key in family_keys}
     _check_values(text_config, keys)
@@ -181,7 +182,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
 def _text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the text model's section of a vision model's config.json; return any other config unchanged.
 
-    Raises InputError for keys outside that section that change the text model.
+    Raises InputError if a key outside that section changes the text model.
     """
     vision_model = _VISION_MODELS.get(str(raw.get("model_type")))
     if vision_model is None:
@@ -227,7 +228,8 @@ def _check_values(raw: Mapping[str, Any], keys: Mapping[str, Any]) -> None:
 def _head_dim(keys: Mapping[str, Any]) -> int:
     """Return the head dimension.
 
-    Raises InputError if it is odd, or if the number of query heads is not a multiple of the number of KV heads.
+    Raises InputError if the head dimension is odd, or if the number of query heads is not a multiple of the number of
+    KV heads.
     """
     heads = keys["num_attention_heads"]
     kv_heads = keys["num_key_value_heads"]
@@ -236,7 +238,7 @@ def _head_dim(keys: Mapping[str, Any]) -> int:
         f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}",
     )
     head_dim: int = keys.get("head_dim") or keys["hidden_size"] // heads
-    refuse(head_dim % 2, f"config.json: head_dim={head_dim} is odd; rope needs an even number")
+    refuse(head_dim % 2, f"config.json: head_dim={head_dim} is odd; RoPE needs an even number")
     return head_dim
 
 
@@ -257,16 +259,16 @@ def _is_classifier(raw: Mapping[str, Any], num_labels: int) -> bool:
 
 
 def _layer_types(keys: Mapping[str, Any]) -> list[str]:
-    """Return each layer's type."""
+    """Return the attention type of each layer."""
     if layer_types := keys.get("layer_types"):
         return list(layer_types)
-    # Families without layer types use the window in all layers.
+    # In families without layer types, every layer uses the sliding window, if there is one.
     layer_type = "full_attention" if keys.get("sliding_window") is None else "sliding_attention"
     return [layer_type] * keys["num_hidden_layers"]
 
 
 def _yarn_positions(keys: Mapping[str, Any]) -> int:
-    """Return how many positions a YaRN rope supports; max_position_embeddings may be the number before scaling."""
+    """Return the number of positions that a YaRN RoPE supports; max_position_embeddings may be the unscaled number."""
     rope = keys["rope_parameters"]
     # Without a factor, YaRN scales to max_position_embeddings.
     scaled_positions = int(rope["original_max_position_embeddings"] * (rope["factor"] or 1))
@@ -276,28 +278,28 @@ def _yarn_positions(keys: Mapping[str, Any]) -> int:
 def _layer_ropes(
     config: Any, keys: Mapping[str, Any], layer_types: Sequence[str], head_dim: int
 ) -> tuple[Rope, ...]:
-    """Return each layer's RoPE config. Raises InputError if a layer's rope is not supported."""
+    """Return each layer's RoPE config. Raises InputError if a layer's RoPE is not supported."""
     ropes = {layer_type: _make_rope(config, layer_type, head_dim) for layer_type in set(layer_types)}
     if "no_rope_layers" not in keys:
         return tuple(ropes[layer_type] for layer_type in layer_types)
-    # In `no_rope_layers`, 0 marks a layer without rope.
+    # In `no_rope_layers`, 0 marks a layer without RoPE.
     pairs = zip(layer_types, keys["no_rope_layers"], strict=True)
     return tuple(ropes[layer_type] if has_rope else Rope(()) for layer_type, has_rope in pairs)
 
 
 def _make_rope(config: Any, layer_type: str, head_dim: int) -> Rope:
-    """Build one layer type's rope with transformers' functions. Raises InputError if the RoPE type is not supported."""
+    """Build the RoPE of one layer type with transformers' functions. Raises InputError for an unsupported RoPE type."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = config.rope_parameters
     per_type_key = None
-    if "rope_type" not in rope:  # each layer type has its own rope
+    if "rope_type" not in rope:  # each layer type has a separate RoPE
         per_type_key = layer_type
         rope = rope[layer_type]
     name = rope["rope_type"]
     refuse(
         name not in _ROPE_TYPES,
-        f"config.json: the rope {rope} is not supported; expected rope_type to be one of {', '.join(_ROPE_TYPES)}",
+        f"config.json: the RoPE {rope} is not supported; expected rope_type to be one of {', '.join(_ROPE_TYPES)}",
     )
     try:
         if name == "default":
@@ -307,5 +309,5 @@ def _make_rope(config: Any, layer_type: str, head_dim: int) -> Rope:
         else:
             frequencies, attention_factor = ROPE_INIT_FUNCTIONS[name](config, "cpu", layer_type=per_type_key)
     except Exception as error:  # the exception type depends on the transformers version
-        raise InputError(f"config.json: transformers cannot build the rope {rope}: {error!r}") from None
+        raise InputError(f"config.json: transformers cannot build the RoPE {rope}: {error!r}") from None
     return Rope(tuple(frequencies.tolist()), attention_factor)

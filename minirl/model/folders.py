@@ -1,6 +1,6 @@
-"""Find a model's folder and the base model for its adapters; read config.json with transformers.
+"""Find a model's folder and the base model of an adapter folder; read config.json with transformers.
 
-PEFT does not copy config.json, and often not the tokenizer either, from the base folder to an adapter folder.
+PEFT does not copy config.json from the base folder to an adapter folder, and often does not copy the tokenizer.
 """
 
 import copy
@@ -35,7 +35,7 @@ def resolve_folder(model: str, *, flag: str = "--model", with_weights: bool = Tr
     looks_like_path = model.startswith((".", "/"))
     refuse(
         folder.exists() or looks_like_path,
-        f"{flag} {model}: contains no config.json; give a Hugging Face folder or hub id",
+        f"{flag} {model}: contains no config.json; give a Hugging Face folder or Hub id",
     )
     from huggingface_hub import snapshot_download
 
@@ -44,7 +44,7 @@ def resolve_folder(model: str, *, flag: str = "--model", with_weights: bool = Tr
         snapshot = Path(snapshot_download(model, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{flag} {model}: neither a local folder nor available from the hub ({error})"
+            f"{flag} {model}: neither a local folder nor available from the Hub ({error})"
         ) from None
     _hub_ids[snapshot] = model
     return snapshot
@@ -66,13 +66,13 @@ def base_folder(folder: Path, *, with_weights: bool = True) -> Path:
     base = read_json_object(path).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise InputError(
-            f"{path}: base_model_name_or_path is {base!r}; name the folder or hub id of the base"
+            f"{path}: base_model_name_or_path is {base!r}; name the folder or Hub id of the base model"
         )
     return resolve_folder(base, flag=f"{path}: base_model_name_or_path", with_weights=with_weights)
 
 
 def model_file(folder: Path, name: str) -> Path:
-    """Return the path to a file in a model's folder, or in the base folder if an adapter folder lacks it.
+    """Return the path to a file in a model's folder, or in the base folder if an adapter folder lacks the file.
 
     Raises InputError if the base folder cannot be found.
     """
@@ -91,7 +91,8 @@ def transformers_config(raw: Mapping[str, Any]) -> Any:
 
     try:
         config_class = CONFIG_MAPPING[raw["model_type"]]
-        # transformers writes infinity as {"__float__": "Infinity"}. Copy, because from_dict modifies nested objects.
+        # transformers writes infinity as {"__float__": "Infinity"}. Copy the dict, because from_dict modifies nested
+        # objects.
         return config_class.from_dict(copy.deepcopy(config_class._decode_special_floats(dict(raw))))
     except Exception as error:  # the exception type depends on the transformers version
         reason = " ".join(str(error).split())

@@ -20,7 +20,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, computed in fp32 and rounded once.
 
-    Hugging Face also rounds before multiplying by the weight; in 16-bit dtypes, the two results differ in the last bit.
+    transformers also rounds before multiplying by the weight, so in 16-bit dtypes the results differ in the last bit.
     adds_one: whether to multiply by 1 + weight (added in fp32) instead of by weight.
     """
 
@@ -39,9 +39,10 @@ class RMSNorm(nn.Module):
 
 
 class GatedActivation(torch.autograd.Function):
-    """Computes activation(gate) * up for inputs [T, width]. Saves only its inputs; backward recomputes the activation.
+    """Computes activation(gate) * up for inputs [T, width]. Only the inputs are saved; backward recomputes the
+    activation.
 
-    This shrinks a layer's saved activations by a fifth, and the gradients match autograd's bitwise.
+    The recomputation shrinks a layer's saved activations by a fifth, and the gradients match autograd's bitwise.
     """
 
     @staticmethod
@@ -83,6 +84,6 @@ class Linear(nn.Linear):
         if not self.lora_scale:
             return product
         lora_hidden = batch_invariance.linear(x, self.lora_A)
-        if x.device.type != "cpu":  # one kernel instead of three, and two fewer large tensors to write
+        if x.device.type != "cpu":  # one kernel instead of three, and two fewer large tensors
             return product.addmm_(lora_hidden, self.lora_B.t(), alpha=self.lora_scale)
         return product + self.lora_scale * batch_invariance.linear(lora_hidden, self.lora_B)

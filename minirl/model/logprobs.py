@@ -1,6 +1,6 @@
 """Logits over vocabulary chunks, and their log-softmax.
 
-Sampling and scoring share these functions, so that both compute the same bits.
+Sampling and scoring share these functions, so both compute the same bits.
 """
 
 import torch
@@ -8,9 +8,11 @@ from torch import Tensor
 
 from minirl.model import batch_invariance
 
-# Tokens per vocabulary chunk on the CPU. One product with the head computes a chunk's logits, which fit in the caches.
+# Number of tokens per vocabulary chunk on the CPU. One matmul with the head computes a chunk's logits, which fit in the
+# CPU's caches.
 VOCAB_CHUNK = 2048
-# Maximum logits per vocabulary chunk on CUDA: 128 MiB in fp32. Backward holds up to four tensors of this size.
+# Maximum number of logits per vocabulary chunk on CUDA: 128 MiB in fp32. Backward holds up to four tensors of this
+# size.
 MAX_LOGITS = 1 << 25
 MIN_WIDTH = 512  # minimum chunk width on CUDA, regardless of the number of tokens
 
@@ -30,7 +32,7 @@ def chunk_logits(hidden: Tensor, head: Tensor, divisor: Tensor) -> Tensor:
 
 
 def logit_divisor(temperature: Tensor) -> Tensor:
-    """Return the divisors [T, 1] of the logits for temperatures [T]; 1 where the temperature is 0 (greedy)."""
+    """Return the divisor of each token's logits [T, 1] for temperatures [T]; 1 where the temperature is 0 (greedy)."""
     return torch.where(temperature == 0, 1.0, temperature)[:, None]
 
 
@@ -47,7 +49,7 @@ def log_softmax(logits: Tensor, chunk_totals: Tensor | None) -> Tensor:
 def index_in_chunk(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return each target's index in a vocabulary chunk of `width` tokens, and whether the target is in the chunk.
 
-    Targets are relative to the start of the chunk. Targets outside it are clamped, so that indexing still works.
+    Targets are relative to the start of the chunk. Targets outside the chunk are clamped, so that every index is valid.
     """
     index = targets.clamp(0, width - 1)
     is_in_chunk = index == targets

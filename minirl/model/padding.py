@@ -7,12 +7,12 @@ Decode steps replayed as CUDA graphs use `graph_batch_size`.
 import torch.nn.functional as F
 from torch import Tensor
 
-# CUDA graph batch sizes above this number are multiples of it.
+# CUDA graphs with more than GRAPH_STEP rows have a multiple of GRAPH_STEP rows.
 GRAPH_STEP = 64
 
 
 def pad_rows(x: Tensor, num_rows: int) -> Tensor:
-    """Append zero rows to x [T, ...] until it has `num_rows`; return a longer x unchanged."""
+    """Append rows of zeros to x [T, ...] until x has `num_rows` rows; return a longer x unchanged."""
     num_missing = num_rows - len(x)
     if num_missing <= 0:
         return x
@@ -32,5 +32,5 @@ def graph_batch_size(num_requests: int, max_requests: int) -> int:
 
 
 def next_power_of_two(size: int) -> int:
-    """Return the smallest power of two that is at least `size`; ranges in a Triton kernel need such a length."""
+    """Return the smallest power of two that is at least `size`, as required for the length of a Triton range."""
     return 1 << (size - 1).bit_length()

@@ -1,12 +1,12 @@
-"""The portable attention kernel: plain PyTorch operations with bitwise repeatable results.
+"""The portable attention kernel: plain PyTorch operations with bitwise reproducible results.
 
 Attention multiplies queries by keys, takes the softmax, and multiplies the probabilities by values. Keys and values are
-split into key blocks of BLOCK tokens. Each product with values sums over exactly one key block, and the key blocks'
-results are added in order in fp32. A masked key has probability 0 and adds nothing, so including additional key blocks
-changes nothing. A token's output therefore has the same bits in training, prefill and decoding (see
+split into key blocks of BLOCK tokens. Each matmul with values sums over exactly one key block, and the results of all
+key blocks are added in order in fp32. A masked key has probability 0 and adds nothing, so including additional key
+blocks changes nothing. A token's output therefore has the same bits in training, prefill and decoding (see
 `batch_invariance`).
 
-An index tells which queries to multiply by which keys, and serves all layers with the same window. `index_packed`
+An index specifies which queries to multiply by which keys, and serves all layers with the same window. `index_packed`
 builds the index for `attend_packed` (a stream of whole sequences), and `index_decode` builds it for `decode` (one new
 token per cached sequence). `mask_keys` builds the mask for both.
 
@@ -29,13 +29,14 @@ from minirl.model import batch_invariance
 _PackedSequence = tuple[int, int | None, int]
 # Blocks of a pool, and the rows to multiply by these blocks. Each block and KV head has the same number of rows.
 _BlockSet = tuple[slice | Tensor, slice]
-# Tokens per key block, and per cache block on the CPU. Masked keys cost as much as visible ones. Compared with blocks
-# of 128, an update takes 0.8x the time for sequences of 15 tokens, 1x for 1,000, and 1.1x for 4,000 in bf16.
+# Number of tokens per key block, and per cache block on the CPU. Masked keys cost as much as visible keys, so short
+# sequences favor small blocks. Compared with blocks of 128 tokens, an update in bf16 takes 0.8x the time for sequences
+# of 15 tokens, 1x for 1,000 tokens, and 1.1x for 4,000 tokens.
 BLOCK = 32
-# Decoding multiplies a pool's blocks in place, up to the highest block that it reads. If there are at least this many
-# times as many of these as it reads, it multiplies copies of only the blocks that it reads.
+# Decoding multiplies a pool's blocks in place, up to the highest block that is read. If this multiplies at least
+# COPY_FACTOR times as many blocks as are read, decoding copies the blocks that are read and multiplies only the copies.
 COPY_FACTOR = 1.5
-# Sizes of query blocks in packed streams, in tokens. Each block has the smallest size that holds its queries.
+# Sizes of query blocks in packed streams, in tokens. Each block has the smallest size that fits its queries.
 QUERY_BLOCK_SIZES = (16, 32, 64)
 # Row counts that `min_queries` tries.
 PROBED_ROWS = (*range(1, 18), 24, 31, 32, 33, 48, 63, 64, 96, 112, 128)
@@ -79,7 +80,7 @@ def _rows_match_bitwise(
         for start in range(0, q.shape[1] - num_rows + 1, num_rows):
             rows = slice(start, start + num_rows)
             row_q, row_probs = q[:n, rows].contiguous(), probs[:n, rows].contiguous()
-            # Each product's operands, and the rows of the full product that it should match.
+            # The operands of each product, and the full product whose rows the result should match.
             products = [
                 (row_q, cached_k[:n], scores[..., BLOCK:]),
                 (row_probs[..., BLOCK:].contiguous(), cached_v[:n], out),
@@ -108,7 +109,7 @@ class _QueryBlocks(NamedTuple):
 
 
 class PackedIndex(NamedTuple):
-    """Which queries and keys of a stream `attend_packed` multiplies together.
+    """The queries and keys of a stream that `attend_packed` multiplies together.
 
     output_index int64 [T' x K]: index of each row of q [T' x K, g x C] in the concatenated query blocks.
     """
@@ -122,7 +123,7 @@ class _QuerySpan(NamedTuple):
 
     stream_start: int  # index of the sequence's first token in the stream
     first_query: int  # position of the first query
-    end: int  # position after the last query, whose token is also the newest visible key
+    end: int  # position after the last query, which is also the newest visible key
     first_key: int  # start position of the oldest key block that the first query sees
 
 
@@ -153,13 +154,13 @@ def index_packed(
         # Each of these four tensors is [n, 1]: one number per query block.
         stream_start, first_query, end, first_key = torch.tensor(spans).T.unsqueeze(2)
         query = first_query + torch.arange(num_queries)  # [n, R]
-        # Beyond the end, repeat the last query, because the softmax of a query without keys would be NaN.
+        # Beyond the end of a sequence, repeat the last query, because the softmax of a query without keys would be NaN.
         query = query.minimum(end - 1)
 
         key = first_key + torch.arange(num_key_blocks * BLOCK)  # [n, keys]
         mask = mask_keys(key[:, None], query[:, :, None], window)  # [n, R, keys]
-        # Beyond the end, use the sequence's first key. Another sequence's key could be NaN, and masked keys are
-        # still multiplied.
+        # Beyond the end of a sequence, use the sequence's first key. Another sequence's key could be NaN, and masked
+        # keys are still multiplied.
         key = key.where(key < end, 0)
 
         hidden_queries = hidden_index[stream_start + query]
@@ -170,7 +171,7 @@ def index_packed(
             mask=mask[:, None, :, None].to(device),
         )
         query_blocks.append(blocks)
-    # Outputs have the same order as the queries, and a repeated query's first output is the real one.
+    # Outputs have the same order as the queries, and only the first output of a repeated query is used.
     queries = torch.cat([blocks.queries for blocks in query_blocks])
     _, output_index = np.unique(queries.cpu(), return_index=True)
     return PackedIndex(query_blocks, torch.from_numpy(output_index).to(device))
@@ -213,7 +214,7 @@ def mask_keys(
     query: Tensor,
     window: int | None,
 ) -> Tensor:
-    """Return fp32 0 where a query sees a key, else -inf. Broadcasts the int64 positions `key` and `query`."""
+    """Return a mask: fp32 0 where a query sees a key, else -inf. The int64 positions `key` and `query` broadcast."""
     is_masked = key > query
     if window is not None:
         is_masked |= key <= query - window
@@ -255,17 +256,18 @@ class DecodeIndex(NamedTuple):
 
     A request has up to n entries: the blocks in its block table, starting with the first block that its token sees.
     keys int64 [B, n x BLOCK]: the position of each entry's keys in the request's sequence.
-    unused_entries bool [B, 1, n, 1]: entries beyond a request's last block. Their results are set to 0.
+    unused_entries bool [B, 1, n, 1]: entries beyond a request's last block, whose results are set to 0.
 
-    The portable kernel multiplies each block once, for all its users (the requests that read it). Each user has a slot
-    per KV head, which holds the g query heads that share this KV head: g rows of the products. All blocks of a batched
-    product must have the same number of slots, so there are up to two `block_sets`, each with its rows:
+    The portable kernel multiplies each block once, for all of the block's users (the requests that read the block).
+    Each user has one slot per KV head. A slot contains the g query heads that share the KV head, as g rows of the
+    products. All blocks of a batched product must have the same number of slots, so there are up to two `block_sets`:
 
-    - Live blocks have `min_users` slots each per KV head. Normally, the live blocks are all blocks of the pool up to
-      the highest one that is read, multiplied in place. If too few of these are read, the live blocks are copies of the
-      blocks that are read (int64).
-    - Blocks with more users (a group shares the full blocks of its prompt) appear again after the live blocks (int64),
-      with as many slots as the block with the most users needs. Their slots among the live blocks stay empty.
+    - Each live block has `min_users` slots per KV head. Normally, the live blocks are all blocks of the pool up to the
+      highest block that is read, and they are multiplied in place. If only a few of these blocks are read, the live
+      blocks are copies of the blocks that are read (ids int64).
+    - Blocks with more users, such as the full blocks of a group's prompt, appear again after the live blocks (ids
+      int64), each with as many slots as the block with the most users needs. The slots that these blocks have among
+      the live blocks stay empty.
 
     Slots are ordered by block, then KV head, then user. The kernel gathers rows with these int64 indices:
 
@@ -307,9 +309,9 @@ def index_decode(
 ) -> DecodeIndex:
     """Index a decode step for requests with these block tables, on the CPU.
 
-    tables int32 [B, columns]: -1 beyond a request's last block, which contains its token.
-    groups: query heads per KV head.
-    min_users: slots per live block and KV head. Products with fewer queries could round differently (see
+    tables int32 [B, columns]: block tables, with -1 beyond the block of a request's newest token.
+    groups: number of query heads per KV head.
+    min_users: number of slots per live block and KV head. Products with fewer queries could round differently (see
     `min_queries`).
     """
     num_blocks = (tables >= 0).sum(1)
@@ -372,7 +374,7 @@ def _assign_slots(
         num_users = num_users[live_ids]
 
     head = np.arange(num_kv_heads)
-    # A block with at most `min_users` users keeps its own slots for each KV head.
+    # A block with at most `min_users` users keeps its slots among the live blocks.
     slot = (live_index[:, None] * num_kv_heads + head) * min_users
     num_slots = len(live_ids) * num_kv_heads * min_users
     block_sets: list[_BlockSet] = [(live_blocks, slice(0, num_slots * groups))]

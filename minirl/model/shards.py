@@ -1,9 +1,9 @@
-"""Linear layers sharded by rows across ranks, as in FSDP, so that decoding never gathers full weights.
+"""Linear layers sharded by rows across ranks, as in FSDP. Decoding never gathers the full weights.
 
-Each rank decodes its own requests, with its own cache, but the ranks run the layers together. Before each forward, the
+Each rank decodes its own requests with its own cache, but the ranks run the layers together. Before each forward, the
 ranks begin a pass (`ShardGroup.begin_pass`). In a pass, a `SharedLinear` sends its rank's tokens to all ranks; each
 rank multiplies all ranks' tokens by its own rows of the weight, and returns the output columns to the tokens' ranks. No
-sum is split, so the outputs match those of unsharded weights bitwise. Nothing here is differentiable.
+sum is split, so the outputs match the outputs of unsharded layers bitwise. This module has no backward.
 
 Shapes: T tokens on this rank, A tokens across all ranks, R weight rows per rank.
 """
@@ -22,7 +22,7 @@ from minirl.ranks.time_account import spent_on
 
 
 class PassState(NamedTuple):
-    """The state of a pass, as known to the ranks that begin it together.
+    """The state of a pass, after all ranks have exchanged their states.
 
     any_has_tokens: whether any rank has tokens; if not, no rank runs the layers.
     others_have_tokens: whether any rank other than this one has tokens.
@@ -41,7 +41,7 @@ class ShardGroup:
         self._num_ranks = world_size()
         # Number of activation rows per rank in this pass.
         self._num_rows: list[int] = []
-        # The last input and its gathered rows, kept because the next layer often has the same input.
+        # The last input and its gathered rows, kept because the next layer often gets the same input.
         self._gathered: tuple[Tensor, Tensor] | None = None
 
     @spent_on("wait_ranks")
@@ -59,7 +59,7 @@ class ShardGroup:
         return PassState(any(have_tokens), sum(have_tokens) > has_tokens, all(are_done))
 
     def gather_tokens(self, x: Tensor) -> Tensor:
-        """Return all ranks' rows [A, in], given this rank's x [..., in] (collective)."""
+        """Gather the rows of all ranks, [A, in], given this rank's x [..., in]. Collective."""
         if self._gathered is None or self._gathered[0] is not x:
             rows = x.reshape(-1, x.shape[-1])  # [T, in]
             sent_rows = rows.repeat(self._num_ranks, 1)
@@ -91,8 +91,8 @@ class ShardGroup:
 class SharedLinear(Linear):
     """A linear layer whose rows are sharded across ranks. Its forward is collective.
 
-    Every rank has the same number of rows, rounded up. The last ranks are padded with zero rows, whose output columns
-    are dropped.
+    Every rank has the same number of weight rows, rounded up. The last ranks are padded with rows of zeros, whose
+    output columns are dropped.
     """
 
     def __init__(self, full_layer: Linear, shard_group: ShardGroup, adapters: Adapters | None):

@@ -1,13 +1,13 @@
 """One decoder for all supported families, on packed streams. Parameters have Hugging Face names.
 
-`Transformer.forward(tokens, positions, layout)` is the only forward; training, scoring, prefill and decoding
-pass different layouts. It returns hidden states, from which callers compute logits one chunk at a time
-(`training.scoring`, `generation.sampling`).
+`Transformer.forward(tokens, positions, layout)` is the only forward; training, scoring, prefill and decoding pass
+different layouts. The forward returns hidden states, and callers compute the logits in chunks (`training.scoring`,
+`generation.sampling`).
 
-Read it as a Llama: each layer adds attention over the normed stream, then a gated MLP. Each feature of other families
-depends on a field of `config.ModelConfig` (`qk_norm`, `attention_gate`, `norms`, `delta_net`, `scales_embeddings`),
-never on a family's name; `families` sets each family's fields. Norm statistics, rope tables and rotations are computed
-in fp32 (fp64 in an fp64 model).
+The base architecture is Llama: each layer adds attention over the normed residual stream, then a gated MLP. Each
+feature of other families depends on a field of `config.ModelConfig` (`qk_norm`, `attention_gate`, `norms`, `delta_net`,
+`scales_embeddings`), never on a family's name; `families` sets each family's fields. Norm statistics, RoPE tables and
+rotations are computed in fp32 (fp64 in an fp64 model).
 
 Shapes: T tokens, D hidden size, C channels per head.
 """
@@ -30,7 +30,7 @@ from minirl.model.shards import ShardGroup
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention with rope; optionally with biases, q/k norm, a window and an output gate."""
+    """Grouped-query self-attention with RoPE; optionally with biases, q/k norm, a window and an output gate."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
@@ -104,8 +104,8 @@ _NO_NORM = nn.Identity()
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
-    `config.norms` may instead place norms after attention and the MLP, or both before and after them. Some layers have
-    a gated delta net instead of attention. is_recomputed: whether backward reruns the whole layer.
+    `config.norms` may instead place norms after attention and the MLP, or on both sides of attention and the MLP. Some
+    layers have a gated delta net instead of attention. is_recomputed: whether backward reruns the whole layer.
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, is_recomputed: bool = False):
@@ -149,10 +149,10 @@ class Transformer(nn.Module):
     """A causal language model with `lm_head`, or, with `config.scalar_head`, a value or reward model with `score`.
 
     recompute_layers: whether backward reruns each layer's forward instead of saving its activations.
-    shard_group: the ranks that share the linear layers (`shards.share_layers`), or None. If it is set, each forward is
-        collective, within a pass begun by `ShardGroup.begin_pass`.
-    min_rows: minimum number of rows that the layers compute, including padding: [0, heads x C] has no unique view as
-        [0, heads, C].
+    shard_group: the ranks that share the linear layers (`shards.share_layers`), or None. With a shard group, each
+        forward is collective and needs a pass begun by `ShardGroup.begin_pass`.
+    min_rows: minimum number of rows that the layers compute, including padding. Layers without rows fail, because [0,
+        heads x C] has no unique view as [0, heads, C].
     """
 
     shard_group: ShardGroup | None = None
@@ -172,7 +172,7 @@ class Transformer(nn.Module):
             add_adapters(self, self.layers, config.adapters)
 
     def tie_weights(self) -> None:
-        """Tie the head's weight to the embedding's if the config ties them. Call again after replacing either one."""
+        """Tie the head to the embedding if the config says so. Call again after replacing either weight."""
         if self.config.tie_word_embeddings and not self.config.scalar_head:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -194,7 +194,7 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         """Return the hidden states [T, D] after the final norm, for tokens and positions int64 [T].
 
-        Collective among the ranks of `shard_group` if there is one.
+        Collective among the ranks of `shard_group`, if set.
         """
         positions = padding.pad_rows(positions, self.min_rows)
         rotations = {
@@ -231,7 +231,7 @@ def add_adapters(model: nn.Module, layers: nn.ModuleList, adapters: Adapters) ->
 
 
 def make_meta_model(config: ModelConfig, *, recompute_layers: bool = False) -> Transformer:
-    """Build a model whose parameters have no values and take no memory."""
+    """Build a model on the meta device: parameters have no values and take no memory."""
     if config.hf_backend is not None:
         return config.hf_backend.make_model(config, recompute_layers=recompute_layers)
     with torch.device("meta"):
@@ -243,13 +243,14 @@ def is_batch_invariant(
 ) -> bool:
     """Return whether a token's results have the same bits in any batch, based on measurements on this machine.
 
-    Measures all the model's products. num_shards: number of parts in which decoding computes a layer's output columns.
+    Measures all of the model's matmuls. num_shards: number of parts in which decoding computes a layer's output
+    columns.
     """
     if config.hf_backend is not None and not config.hf_backend.is_exact:
         return False
     model = make_meta_model(config)
     parameters = model.layers.parameters()
-    # The weights of experts are stacked: [experts, out, in].
+    # Expert weights are stacked: [experts, out, in].
     layers = [(weight.shape[-1], weight.shape[-2]) for weight in parameters if weight.ndim > 1]
     head = [] if config.scalar_head else [chunk.t().shape for chunk in model.head.split(VOCAB_CHUNK)]
     is_invariant = (

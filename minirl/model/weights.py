@@ -1,7 +1,7 @@
-"""Load and save the weights of Hugging Face folders.
+"""Load and save model weights in Hugging Face folders.
 
-Parameters have the names of the checkpoint's tensors, so loading and saving map each name to itself. Tensors are loaded
-one at a time, straight into each rank's shard. `families` reads the folder's config.json.
+Parameters have the same names as the checkpoint's tensors, except for a prefix in vision models. Tensors are loaded one
+by one, directly into each rank's shard. `families` reads the folder's config.json.
 """
 
 import json
@@ -47,14 +47,14 @@ _DTYPES = ("F32", "BF16", "F16", "F64")
 def check_weights(config: ModelConfig, folder: Path) -> None:
     """Raise InputError if the folder's tensors do not fit this model. Call this before every load.
 
-    Rejects missing safetensors files, missing or unexpected tensors, wrong shapes, unsupported dtypes, and a folder
-    that already has adapters if the model adds its own. Reads only names, shapes and dtypes, and allocates no weights,
-    because a wrong config.json may call for more memory than the machine has. Collective on several nodes, which must
-    all have the same weights.
+    Rejects missing safetensors files, missing or unexpected tensors, wrong shapes, unsupported dtypes, and an adapter
+    folder if the model adds new adapters. Reads only names, shapes and dtypes, and allocates no weights, because a
+    wrong config.json may call for more memory than the machine has. On several nodes, the call is collective, and all
+    nodes must have the same weights.
     """
     refuse(
         config.adapters and has_adapters(folder),
-        f"{folder}: already has adapters; merge them before you add new ones (see docs/adapters.md)",
+        f"{folder}: already has adapters; merge them before adding new ones (see docs/adapters.md)",
     )
     files = _tensor_files(folder)
     expected = _checkpoint_shapes(replace(config, adapters=None))
@@ -84,8 +84,8 @@ def check_weights(config: ModelConfig, folder: Path) -> None:
 def load_weights(model: Transformer, folder: Path) -> None:
     """Fill the parameters from the folder's safetensors files. Not collective.
 
-    For DTensors, fills this rank's shard. A folder with adapters is loaded as its base with the adapters merged. The
-    model's own adapters get initial values, and so does a scalar head if the folder contains a language model. Call
+    For DTensors, fills this rank's shard. An adapter folder is loaded as the base model with the adapters merged in.
+    The model's own adapters get initial values, and so does a scalar head if the folder contains a language model. Call
     `check_weights` first. Raises InputError, naming the tensor, if a tensor has non-finite values, an adapter does not
     fit, or the folder stores a head that differs from the embedding although the config ties them.
     """
@@ -116,14 +116,14 @@ def load_weights(model: Transformer, folder: Path) -> None:
         fill_parameter(param, value, label)
     refuse(
         adapters.tensors,
-        f"{adapters.path}: the base has no weights for {sorted(adapters.tensors)[:5]} (first five)",
+        f"{adapters.path}: the base model has no weights for {sorted(adapters.tensors)[:5]} (first five)",
     )
 
 
 def _read_stored(config: ModelConfig, files: Mapping[str, Path], stored_names: Sequence[str]) -> Any:
-    """Return a parameter's stored value: a safetensors slice if one tensor stores it, otherwise its tensors joined.
+    """Return a parameter's stored value: a safetensors slice of a single tensor, or several tensors joined into one.
 
-    A slice keeps only its own file open, because pages that were read stay in memory until their file is closed.
+    Each slice has a separate file handle, because pages that were read stay in memory until the file is closed.
     """
     if len(stored_names) == 1:
         with open_tensors(files[stored_names[0]]) as file:
@@ -152,7 +152,8 @@ def _checkpoint_name(name: str, prefix: str) -> str:
 def passthrough_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
     """Return the folder's tensors that are not part of the model but are saved with it.
 
-    `config.passthrough_weight_patterns` matches their names. For models with a scalar head or adapters, return none.
+    `config.passthrough_weight_patterns` matches the names of these tensors. For models with a scalar head or adapters,
+    the result is empty.
     """
     if config.scalar_head or config.adapters or not config.passthrough_weight_patterns:
         return {}
@@ -176,7 +177,7 @@ def check_shape(shape: Sequence[int], param: Tensor, label: str) -> None:
 def load_replica(folder: Path, *, dtype: torch.dtype, scalar_head: bool | None = False) -> Transformer:
     """Load a frozen, unsharded model in `dtype` on the host. Neither loading nor the model's forward is collective.
 
-    The model is a reference model or, with a scalar head, a reward model. scalar_head: see `read_config`.
+    Reference models and, with a scalar head, reward models are loaded this way. scalar_head: see `read_config`.
     """
     config = read_config(folder, scalar_head=scalar_head)
     check_weights(config, folder)
@@ -196,7 +197,7 @@ def truncate_vocabulary(model: Transformer, vocab_size: int) -> None:
 
 def _is_unused(config: ModelConfig, name: str) -> bool:
     """Return whether a folder may contain a tensor with this name that the model does not use."""
-    # Old checkpoints store the rope frequencies, which minirl computes.
+    # Old checkpoints store the RoPE frequencies, which minirl computes instead.
     if name.endswith("rotary_emb.inv_freq") or _is_passthrough(config, name):
         return True
     if config.scalar_head and name in _checkpoint_shapes(replace(config, scalar_head=False)):
@@ -207,7 +208,7 @@ def _is_unused(config: ModelConfig, name: str) -> bool:
 def _tensor_files(folder: Path) -> dict[str, Path]:
     """Return each tensor's safetensors file: model.safetensors if it exists, otherwise the file named by the index.
 
-    transformers also prefers model.safetensors. For a folder with adapters, return the base's files.
+    transformers also prefers model.safetensors. For an adapter folder, return the base model's files.
     """
     if has_adapters(folder):
         folder = base_folder(folder)
@@ -218,29 +219,29 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     index = folder / INDEX
     refuse(
         not index.is_file(),
-        f"{folder}: no model.safetensors, and no {INDEX} for shards; fetch them, or convert other formats",
+        f"{folder}: contains neither model.safetensors nor {INDEX}; download them, or convert other formats",
     )
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise InputError(f"{index}: no weight_map; fetch or save it again")
+        raise InputError(f"{index}: has no weight_map; download or save the file again")
     files = {}
     for name, file_name in weight_map.items():
         files[name] = folder / str(file_name)
         refuse(
             not files[name].is_file(),
-            f"{index}: {name} should be in {file_name!r}, which is missing; fetch or save the folder again",
+            f"{index}: {name} should be in {file_name!r}, which is missing; download or save the folder again",
         )
     return files
 
 
 def weights_fingerprint(folder: Path) -> int:
-    """Return a checksum of 16,384 bytes from each weights file; any training changes it. Not collective.
+    """Return a checksum of 16,384 bytes from each weights file. Any training changes the checksum. Not collective.
 
     Reading every byte would take as long as loading the weights.
     """
     checksum = 0
     for path in sorted(set(_tensor_files(folder).values())):
-        stride = path.stat().st_size // 2**14 | 1  # odd, to sample both bytes of bf16
+        stride = path.stat().st_size // 2**14 | 1  # odd, so that both bytes of bf16 values are sampled
         checksum = zlib.crc32(np.memmap(path, mode="r")[::stride].tobytes(), checksum)
     return checksum
 
@@ -265,7 +266,7 @@ def fill_parameter(param: Tensor, stored: Any, label: str) -> None:
     local_shard.copy_(stored[shard_rows].to(local_shard.device))
     refuse(
         not is_finite(local_shard),
-        f"{label} has non-finite values; the file is corrupt, fetch or save it again",
+        f"{label} has non-finite values; the file is corrupt, so download or save it again",
     )
 
 
@@ -287,11 +288,11 @@ def write_folder(
     passthrough: Mapping[str, Tensor] = MappingProxyType({}),
     peft_config: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the files of a Hugging Face folder and sync each to disk. Raises OSError, naming the file.
+    """Write the files of a Hugging Face folder and sync each file to disk. Raises OSError, naming the file.
 
     Writes `tensors` in their dtype, the `passthrough` tensors (see `passthrough_tensors`), `config` with the dtype of
     `tensors`, and `tokenizer_files`.
-    peft_config: given if `tensors` are adapters, which are then written in PEFT's format.
+    peft_config: contents of adapter_config.json if `tensors` are adapters, which are written in PEFT's format.
     """
     contents = dict(tokenizer_files)
     dtype = next(iter(tensors.values())).dtype
@@ -304,8 +305,8 @@ def write_folder(
         stored = checkpoint_tensors(model_config, tensors)
     else:
         weights_name = WEIGHTS_FILE
-        # transformers loads either the full vision model or only its language model, so write both names. Clone the
-        # tensors, because tensors in one file must not share memory.
+        # transformers loads either the full vision model or only the language model, so write each tensor under both
+        # names. Clone the tensors, because tensors in one file must not share memory.
         is_vision = model_config.weight_prefix != "model."
         prefixes = ("model.", "model.language_model.") if is_vision else ("model.",)
         stored = {

@@ -1,4 +1,4 @@
-"""The layer that some families use instead of attention: projections, convolution and norm around `delta_rule`.
+"""The gated delta net layer, which some families use instead of attention: projections, convolution and norm.
 
 Shapes: T tokens, C channels per head.
 """
@@ -65,7 +65,7 @@ class GatedDeltaNet(nn.Module):
         time_step = activate(time_step, F.softplus)[:num_rows]
         decay = -self.A_log.to(upcast_dtype).exp() * time_step
 
-        # [T', heads, C]
+        # The rule's outputs, [T', heads, C].
         if isinstance(layout, DecodeLayout):
             out = self._run_decode(mixed, decay, beta, layout)
         elif self.recomputes:
@@ -80,7 +80,7 @@ class GatedDeltaNet(nn.Module):
         else:
             out = self._run_packed(mixed, decay, beta, layout)
 
-        # Normalize, pad and gate the outputs: [T, heads x C].
+        # Normalize, pad and gate the outputs, [T, heads x C].
         weight = self.norm.weight.to(upcast_dtype)
         normed = F.rms_norm(out, weight.shape, weight, self.norm.eps)
         normed = padding.pad_rows(normed.flatten(1), len(x))
@@ -92,7 +92,7 @@ class GatedDeltaNet(nn.Module):
         """Return the rule's outputs [T', heads, C] for packed sequences, and store their states if they are cached."""
         # The convolution's inputs for each row, oldest first.
         windows = layout.derive(index_windows, self.shape.kernel_size)  # [kernel, T']
-        padded = F.pad(mixed, (0, 0, 0, 1))  # a row of zeros, for tokens before a sequence begins
+        padded = F.pad(mixed, (0, 0, 0, 1))  # a row of zeros, for tokens before the beginning of a sequence
         inputs = (padded[index] for index in windows)
         convolved = delta_rule.convolve(inputs, self.conv1d.weight)
         rows = self._delta_rows(convolved, decay, beta)
@@ -101,7 +101,7 @@ class GatedDeltaNet(nn.Module):
         if slot_mapping is None:
             return delta_rule.run_chunks(rows, chunks)
 
-        # A sequence's newest inputs are those of its last row.
+        # A sequence's newest inputs are the inputs of its last row.
         states = slot_mapping.pool.states.layer(self.layer)
         last_rows = layout.cu_seqlens[1:].long() - 1  # [sequences]
         newest_inputs = padded[windows[:, last_rows]]  # [kernel, sequences, channels]
@@ -159,14 +159,14 @@ class GatedDeltaNet(nn.Module):
 
 
 def _window_ages(size: int, device: torch.device) -> Tensor:
-    """Return how many tokens before the newest one each input in a window is: size - 1 down to 0, int64 [size]."""
+    """Return the age of each input in a window, in tokens: size - 1 down to 0 (the newest input), int64 [size]."""
     return torch.arange(size - 1, -1, -1, device=device)
 
 
 def index_windows(layout: PackedLayout, size: int) -> Tensor:
     """Return the rows of the last `size` tokens up to and including each computed token: int64 [size, T'].
 
-    The oldest token comes first. Row T' stands for a token before the sequence begins.
+    The oldest token comes first. Row T' stands for a token before the beginning of the sequence.
     """
     ages = _window_ages(size, layout.device)[:, None]
     tokens = (layout.computed_tokens - ages).clamp(min=0)

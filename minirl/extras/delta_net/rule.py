@@ -1,4 +1,4 @@
-"""The gated delta rule (Yang et al. 2024, arXiv 2412.06464), computed in chunks of rows; decoding matches it bitwise.
+"""The gated delta rule (Yang et al. 2024, arXiv 2412.06464), computed in chunks of rows, or row by row in decoding.
 
 A head's state S [Dk, Dv] maps keys to values. For a chunk's rows, with queries Q, keys K, values V, log decays g <= 0,
 strengths beta, and c the cumulative sum of g within the chunk:
@@ -6,11 +6,11 @@ strengths beta, and c the cumulative sum of g within the chunk:
     A = beta (K K^T) e^(c_i - c_j), strictly lower    R = beta V - (beta e^c K) S    U = (1 + A)^-1 R
     O = (e^c Q) S + lower((Q K^T) e^(c_i - c_j)) U    S' = e^c_last S + (e^(c_last - c) K)^T U
 
-`run_chunks` processes packed sequences, one chunk of every sequence at a time. `run_row` computes the next row of each
-cached sequence from `DeltaStates`; when a new chunk begins, `StateCache` computes S' of the previous one. On the CPU,
-both compute the same bits: each row of U is a single-row product in both, and `run_row` pads its other products to
-`min_batch_rows` rows; their inner dimensions do not depend on the number of rows. Everything is computed in fp32 (fp64
-in an fp64 model).
+`run_chunks` processes packed sequences in rounds, one chunk of every sequence per round. `run_row` computes the next
+row of each cached sequence from `DeltaStates`; when a new chunk begins, `StateCache` computes S' of the previous chunk.
+On the CPU, `run_chunks` and `run_row` compute the same bits: both compute each row of U as a single-row matmul, and
+`run_row` pads its other matmuls to `min_batch_rows` rows. The inner dimensions of these matmuls do not depend on the
+number of rows. Everything is computed in fp32 (fp64 in an fp64 model).
 
 Shapes: T rows, H value heads, N chunks (or sequences), C rows per chunk.
 """
@@ -47,7 +47,7 @@ class ChunkIndex(NamedTuple):
     Sequences are sorted longest first, so a round's chunks continue the leading chunks of the previous round.
     rows int64 [N x DELTA_CHUNK]: the chunks' rows, as indices into the model's T' rows; T' for padding.
     round_sizes: number of chunks per round.
-    output_index int64 [T']: index of each row in `rows`; the first index if the row appears several times.
+    output_index int64 [T']: index of each row in `rows`; the first index if a row appears several times.
     """
 
     rows: Tensor
@@ -58,8 +58,8 @@ class ChunkIndex(NamedTuple):
 def index_chunks(layout: PackedLayout) -> ChunkIndex:
     """Split packed sequences into chunks.
 
-    Rows that several sequences share are computed in each of them. For example, the first sequence has rows 0 to 69,
-    and the second has the first 35 of these rows, followed by rows 70 to 74:
+    Rows that several sequences share are computed once per sequence. For example, the first sequence has rows 0 to 69,
+    and the second sequence has the first 35 of these rows, followed by rows 70 to 74:
 
         round 0   chunk 0: 0 to 31                  chunk 1: 0 to 31
         round 1   chunk 2: 32 to 63                 chunk 3: 32 to 34, 70 to 74, padding
@@ -76,7 +76,7 @@ def index_chunks(layout: PackedLayout) -> ChunkIndex:
         chunks.append(padded.view(-1, DELTA_CHUNK))
     rounds = pack_sequence(chunks)
     all_rows = rounds.data.flatten()
-    # Padding has the highest row number, so it comes last in sorted order.
+    # Padding has the highest row number, so padding comes last in sorted order.
     _, first_index = np.unique(all_rows, return_index=True)
     output_index = torch.from_numpy(first_index[:num_rows])
     return ChunkIndex(
@@ -203,7 +203,7 @@ def run_row(
     q, k, v, _, beta = (x[sequence_at] for x in rows)  # [N, H, ...]
     own_column = column[sequence_at][:, None, None]
 
-    # In A, a row sees only earlier rows; in the weights, it also sees itself.
+    # In A, a row sees only earlier rows; in the weights, a row also sees itself.
     columns = torch.arange(DELTA_CHUNK, device=slots.device)
     is_before = columns < own_column
     is_seen = columns <= own_column
@@ -233,7 +233,7 @@ def run_row(
 
 
 def _stack_padded(num_padded: int, *rows: Tensor) -> Tensor:
-    """Stack rows [n, H, D], and pad to [n, H, num_padded, D]: fewer rows could use another kernel than a chunk."""
+    """Stack rows [n, H, D] and pad the stack to [n, H, num_padded, D], since few rows could use a different kernel."""
     stacked = torch.stack(rows, 2)
     num_missing = num_padded - len(rows)
     return F.pad(stacked, (0, 0, 0, num_missing))
@@ -279,7 +279,7 @@ def padded_rows(shape: DeltaNet, device: torch.device) -> int:
 def min_batch_rows(shape: DeltaNet) -> int | None:
     """Return the smallest number of padded rows with which `run_row` matches `run_chunks` bitwise on this CPU.
 
-    Return None if no number of rows up to 16 achieves this.
+    Return None if even 16 rows are not enough.
     """
     length = DELTA_CHUNK + 9
     generator = torch.Generator().manual_seed(0)

@@ -12,7 +12,7 @@ from minirl.model.attention import to_device
 from minirl.model.batch_invariance import at_least_fp32
 from minirl.model.config import DeltaNet
 
-# Rows per chunk. Twice as many rows would slow down decoding and training on the CPU by a fifth.
+# Number of rows per chunk. Twice as many rows would slow down decoding and training on the CPU by a fifth.
 DELTA_CHUNK = 32
 
 
@@ -23,8 +23,8 @@ class DeltaStates(NamedTuple):
     state [.., H, Dk, Dv]: S at the start of the newest row's chunk. keys [.., H, Dk, C], updates [.., H, C, Dv] and
     decays [.., H, C]: K^T, U and g of the chunk's rows so far; later elements are arbitrary but finite.
 
-    A decode step may run twice (to warm up a CUDA graph). So the second run overwrites what the first one stored, and S
-    changes only when the next step begins.
+    A decode step may run twice, to warm up a CUDA graph. The second run overwrites the values that the first run
+    stored, and S changes only at the beginning of the next step.
     """
 
     inputs: Tensor
@@ -35,7 +35,7 @@ class DeltaStates(NamedTuple):
 
 
 class StateCache:
-    """All layers' states for the sequences in a cache's rows. A sequence's slot has the same index as its row.
+    """The states of all layers for the sequences in a cache. A sequence's slot has the same index as its row.
 
     A prefill writes all states for its rows.
     chunk_size: a decode step may compute several tokens of a sequence if they all lie in one chunk of this size.
@@ -77,7 +77,7 @@ class StateCache:
                 pool[forks] = pool[parent].clone()
 
     def begin_step(self, rows: Tensor | np.ndarray, positions: Tensor | np.ndarray) -> None:
-        """Advance the states of sequences whose next token begins a chunk. Call this once before each decode step.
+        """Advance the states of sequences whose next token begins a chunk. Call once before each decode step.
 
         rows, positions: cache rows and positions of the step's tokens, int64 [B] on the host.
         """

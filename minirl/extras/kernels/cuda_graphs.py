@@ -1,14 +1,14 @@
 """Replay decode steps as CUDA graphs: the host launches one graph instead of hundreds of kernels.
 
-A graph is captured with fixed addresses and a fixed batch size, so the engine pads each decode step to one of a few
-batch sizes (`padding.graph_batch_size`; 22 sizes up to 1,024 requests), and the step's inputs are copied into the
-graph's own buffers. The buffer for a block table has the table's maximum width; the kernel reads no further than a
-request's keys.
+A graph is captured with fixed addresses and a fixed batch size. The engine therefore pads each decode step to one of a
+few batch sizes (`padding.graph_batch_size`; 22 sizes up to 1,024 requests), and `DecodeGraphs` copies the step's inputs
+into the graph's own buffers. The buffer for the block tables has the maximum width of a table, but the kernel reads no
+further than a request's keys.
 
-A graph also stores the addresses of the weights, which never change, and of the key/value cache, so a graph lives as
+A graph also stores the addresses of the weights and of the key/value cache. The weights never move, so a graph lives as
 long as the cache. Each batch size is captured on first use, which costs about three eager steps. On the CPU, nothing is
-captured, but the eager step gets the same buffers, so that tests cover them. Steps in which the host reads from the
-device, as in some transformers modules, cannot be captured and stay eager as well.
+captured, but the eager step reads its inputs from the same buffers, so tests cover the buffers. Steps in which the host
+reads from the device, as in some transformers modules, cannot be captured and also stay eager.
 """
 
 import functools
@@ -23,11 +23,13 @@ from minirl.ranks.process_group import print0
 
 # A graph and its result tensor; None if the step stays eager.
 Captured = tuple[torch.cuda.CUDAGraph, Tensor] | None
-# All captures share one stream, because a memory pool's free memory belongs to a stream. The default stream cannot
-# capture a graph.
+# All captures share one stream, because a memory pool's free memory belongs to a stream. A graph cannot be captured on
+# the default stream.
 _capture_stream = functools.cache(lambda: torch.cuda.Stream())
 _print_once = functools.cache(print0)
-SYNC_NOTE = "note: no CUDA graphs, because the host reads from the device in each step; decoding is slower"
+SYNC_NOTE = (
+    "note: decoding runs without CUDA graphs, because each step synchronizes with the host; this is slower"
+)
 
 
 class DecodeGraphs:
@@ -46,7 +48,7 @@ class DecodeGraphs:
         self._memory_pool: Any = None
 
     def run(self, step: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Return the result of `step` for these inputs. On CUDA, the next step of the same kind overwrites this result.
+        """Return the result of `step` for these inputs. On CUDA, the graph's next replay overwrites the result.
 
         inputs: vectors [B] and block tables [B, n].
         """
@@ -55,7 +57,7 @@ class DecodeGraphs:
             self._buffers[key] = [x.new_zeros([len(x), self._max_blocks][: x.ndim]) for x in inputs]
         buffers = self._buffers[key]
         for buffer, tensor in zip(buffers, inputs, strict=True):
-            # A block table may be narrower than its buffer, whose other columns keep stale ids that are never read.
+            # Block tables may be narrower than their buffer, whose other columns keep stale ids that are never read.
             buffer[tuple(map(slice, tensor.shape))].copy_(tensor)
         if key not in self._graphs:
             self._graphs[key] = self._capture(step, buffers) if inputs[0].is_cuda else None
@@ -67,13 +69,13 @@ class DecodeGraphs:
         return sampled
 
     def _capture(self, step: Callable[..., Tensor], buffers: Sequence[Tensor]) -> Captured:
-        """Run the step so that its kernels are compiled, then capture it. Return the graph and its result.
+        """Run the step to compile its kernels, then capture the step. Return the graph and its result tensor.
 
         Return None if the host reads from the device during the step. Running the step several times is harmless,
         because each run, and the replay that follows, writes the same keys and values to the same cache slots.
 
-        `torch.cuda.graph` is avoided, because each use returns all cached memory to the system, including pinned host
-        memory, and allocating it again takes seconds.
+        `torch.cuda.graph` is not used, because each use returns all cached memory to the system, including pinned host
+        memory. Allocating this memory again takes seconds.
         """
         step(*buffers)
         # Check a second step for synchronization, since the first one may have built tables.

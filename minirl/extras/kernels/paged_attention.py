@@ -1,9 +1,10 @@
 """A Triton kernel for decode attention over block tables on CUDA.
 
-It reads pools in the portable kernel's layout, so one layout serves both kernels: a key block [C, BLOCK] is the right
-operand of its product without a transpose. Scores, softmax and sums are computed in fp32. Each program reads the keys
-of one request and KV head, or a split of them if there are few requests. Data beyond a request's keys has no effect,
-even NaN, so blocks need not be cleared. The launch depends only on argument shapes, so that a CUDA graph can replay it.
+The kernel reads pools in the same layout as the portable kernel: a key block [C, BLOCK] is the right operand of its
+matmul without a transpose. Scores, softmax and sums are computed in fp32. Each program processes the keys of one
+request and KV head, or a split of these keys if there are few requests. Data beyond a request's keys, even NaN, has no
+effect, so blocks need not be cleared. The launch depends only on argument shapes, so a CUDA graph can replay the
+launch.
 """
 
 import torch
@@ -19,7 +20,7 @@ MAX_CHANNEL_BYTES = 128
 MAX_TILE_BYTES = 32768
 # Triton's compile options. num_stages is the number of tiles loaded from memory at the same time.
 OPTIONS = {"num_warps": 4, "num_stages": 3}
-# Number of programs that saturates the GPU. If there are fewer requests x KV heads, the keys are split.
+# Number of programs that saturates the GPU. If requests x KV heads is smaller than MIN_PROGRAMS, the keys are split.
 MIN_PROGRAMS = 512
 
 
@@ -39,8 +40,8 @@ def decode(
     num_splits = 1
     while num_padded * num_kv_heads * num_splits < MIN_PROGRAMS and num_splits < max_blocks:
         num_splits *= 2
-    # Each split returns the weighted mean of its values, and the log of its own weight among the splits. If there is
-    # only one split, its mean is the result.
+    # Each split returns the weighted mean of its values, and the log of the split's weight. If there is only one split,
+    # its mean is the result.
     mean_dtype = q.dtype if num_splits == 1 else torch.float32
     means = q.new_empty(num_padded, num_kv_heads, num_splits, groups, dim, dtype=mean_dtype)
     log_weights = q.new_empty(num_padded, num_kv_heads, num_splits, groups, dtype=torch.float32)
@@ -69,7 +70,7 @@ def decode(
 def constants(num_kv_heads: int, groups: int, dim: int, block: int, dtype: torch.dtype) -> dict[str, int]:
     """Return the kernel's compile-time constants, keyed by name.
 
-    groups: query heads per KV head. dim: head dimension. block: tokens per block.
+    groups: number of query heads per KV head. dim: head dimension. block: number of tokens per block.
     """
     padded_dim = _padded_size(dim)
     return {
@@ -121,7 +122,7 @@ def attend_blocks(  # type: ignore[no-untyped-def]
     query_row = (request * NUM_KV + head) * GROUPS + group
     query = tl.load(q + query_row[:, None] * DIM + dim, mask=is_query, other=0.0)
 
-    # The request sees keys begin..end - 1 of its table; each split gets the same number of tiles.
+    # The request sees keys begin..end - 1 of its block table; each split gets the same number of tiles.
     end = tl.load(lengths + request)
     begin = tl.maximum(end - window, 0) if window > 0 else 0
     first_tile = begin // TILE
@@ -139,7 +140,7 @@ def attend_blocks(  # type: ignore[no-untyped-def]
         first_key = tile * TILE
         block = tl.load(blocks + request * max_blocks + first_key // BLOCK).to(tl.int64)
         block_start = (block * NUM_KV + head) * DIM * BLOCK
-        # The hint makes each key load 16 bytes wide; without it, key loads compile to 2 bytes each.
+        # The hint makes each key load 16 bytes wide; without the hint, key loads compile to 2 bytes each.
         offset = tl.multiple_of(first_key % BLOCK, TILE) + key
         is_seen = (first_key + key < end) & (first_key + key >= begin)
         # Mask the scores instead of the keys: a mask by `is_seen` would break the wide loads.
