@@ -63,7 +63,7 @@ class BlockPool:
         return self.tables[rows, :num_columns]
 
     def blocks_at(self, rows: IntArray, positions: IntArray) -> IntArray:
-        """Return the block of each position [n] in the sequence at each row [n], int64 [n]."""
+        """Return the blocks, int64 [n], that store these positions [n] of the sequences in these rows [n]."""
         return self.tables[rows, positions // self.block_size].astype(np.int64)
 
     def num_new_blocks(self, length: Number, num_tokens: Number) -> Number:
@@ -71,7 +71,7 @@ class BlockPool:
         return ceil_div(length + num_tokens, self.block_size) - ceil_div(length, self.block_size)
 
     def last_block_is_full(self, rows: IntArray) -> NDArray[np.bool_]:
-        """Return whether each sequence's last block is full, bool [n]. If so, its next token needs a new block."""
+        """Return whether each sequence's last block is full and the next token needs a new block, bool [n]."""
         return self.lengths[rows] % self.block_size == 0
 
     def can_extend(self, rows: IntArray) -> bool:

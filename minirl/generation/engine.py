@@ -4,16 +4,16 @@
 run, wait or stay parked between turns, and how requests share the cache. This file runs the tokens through the model.
 
 The engine handles token ids only, never text; a `StopTest` detects a turn's stop strings. Each rank decodes
-independently, and nothing in the engine is collective unless ranks share the model's layers (`model.shards`). If they
-do, all ranks begin each forward together (`_forward`), and a rank without tokens helps the other ranks
+independently, and nothing in the engine is collective unless ranks share the model's layers (`model.shards`). Ranks
+that share layers begin each forward together (`_forward`), and a rank without tokens helps the other ranks
 (`_help_other_ranks`). A rollout depends only on its request and the weights, not on other requests in the batch. A
 generation phase ends when no request is left and the cache is empty, so new weights never read old keys and values. At
 the end of a phase, the engine frees the cache memory and the CUDA graphs unless `keeps_cache` is set.
 
-With asynchronous decoding, the engine launches a step before the host has read the tokens of the previous step. Those
-tokens stay on the device as input, so the device never waits for the host. The engine knows in advance when a request
-reaches its token limit. A request that ends with a stop token or stop string is decoded one token too far, and the
-extra token is discarded.
+With asynchronous decoding, the engine launches a step before the host has read the tokens of the previous step. The
+unread tokens stay on the device as the next step's input, so the device never waits for the host. The engine knows in
+advance when a request reaches its token limit. A request that ends with a stop token or stop string is decoded one
+token too far, and the extra token is discarded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -109,7 +109,8 @@ class Engine:
         queue.
         weight_version: version to record with each token sampled from now on.
         Raises InputError for a request with an empty prompt, with no token left to sample, or with more tokens than the
-        model's positions or the cache. If any request is rejected, nothing is queued, and parked requests stay parked.
+        model's positions or the cache. If any request is rejected, no request is queued, and parked requests stay
+        parked.
         """
         for request in requests:
             refuse(not request.prompt_ids, "the prompt is empty, so there is no hidden state to sample from")
@@ -157,7 +158,7 @@ class Engine:
         return self._table.stats
 
     def release(self, *rollout_ids: RolloutId) -> None:
-        """End the given requests if they are parked; ignore all other ids. Not collective."""
+        """End the requests with these ids if they are parked; ignore all other ids. Not collective."""
         for rollout_id in rollout_ids:
             self._table.release(rollout_id)
         if not self.is_busy:
@@ -190,8 +191,8 @@ class Engine:
             rows = table.extend(rows)
             if len(rows):
                 self._decode_step(rows)
-            # With asynchronous decoding, the next call reads the tokens of the step just launched. In the meantime, the
-            # device runs that step, and the host handles finished requests and prepares the next step.
+            # With asynchronous decoding, the next call reads the tokens of the step just launched. Meanwhile, the
+            # device runs the launched step while the host handles finished requests and prepares the next step.
             leaves_unread = self.async_decoding and len(rows) > 0
             finished += table.drain_readbacks(num_unread=int(leaves_unread))
         if not self.is_busy:
@@ -290,9 +291,9 @@ class Engine:
         step computes up to `max_prefill_tokens` appended tokens, and later steps compute the rest. Once all tokens of a
         request are computed, the engine samples the next token, and the request runs.
 
-        Example: 70 of a request's 110 tokens are cached, and blocks have 32. Tokens 70 to 95, the rest of the third
-        block, are decoded as 26 sequences of 71 to 96 tokens. The next step decodes tokens 96 to 109 as 14 sequences,
-        and samples the next token from the hidden state of the last sequence.
+        Example: 70 of a request's 110 tokens are cached, and a block holds 32 tokens. Tokens 70 to 95, the rest of the
+        third block, are decoded as 26 sequences of 71 to 96 tokens. The next step decodes tokens 96 to 109 as 14
+        sequences, and samples the next token from the hidden state of the last sequence.
         """
         table = self._table
         cache = self._cache
@@ -376,5 +377,5 @@ class Engine:
         """
         layout = self._cache.decode_layout(positions, blocks, rows, tables)
         hidden = self._forward(tokens, layout)
-        # The sampled token comes one position after the input token.
+        # The sampled token follows the input token, one position later.
         return sample(hidden, self.model.head, positions + 1, sampling_params)

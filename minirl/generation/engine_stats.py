@@ -1,15 +1,15 @@
-"""Statistics of the engine's work."""
+"""Statistics about the engine's work."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class EngineStats:
-    """Statistics of the work since the last call to `Engine.take_stats`. Counts are in tokens unless noted otherwise.
+    """The engine's statistics since the last call to `Engine.take_stats`. Counts are in tokens unless noted otherwise.
 
-    `decode_tokens`: tokens sampled by decode steps, including `discarded_tokens`. Tokens are discarded if an
+    `decode_tokens`: number of tokens sampled by decode steps, including `discarded_tokens`. Tokens are discarded if an
     asynchronous step was launched before the host knew that the request had finished.
-    `padding_tokens`: padding tokens in CUDA-graph decode steps (`padding.graph_batch_size`).
+    `padding_tokens`: number of padding tokens in CUDA-graph decode steps (`padding.graph_batch_size`).
     `decode_steps`: number of decode steps.
     `preemptions` (within a turn) and `evictions` (between turns): number of requests that lost their blocks to other
     requests and, if they continued, were prefilled again.
@@ -32,5 +32,5 @@ class EngineStats:
 
     @property
     def computed_tokens(self) -> int:
-        """The number of tokens that decode steps computed, including wasted ones."""
+        """The number of tokens that decode steps computed, including wasted tokens."""
         return self.decode_tokens + self.padding_tokens

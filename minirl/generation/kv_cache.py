@@ -141,7 +141,7 @@ class KVCache:
         All arguments are on the device. positions int64 [B]: token positions. blocks int64 [B]: the block that stores
         each token. rows int64 [B]: the row of each token's sequence. tables int32 [B, n]: the block table of each
         token's sequence, with garbage beyond the token's block.
-        tokens_per_sequence: number of tokens in each sequence; None if each has one token.
+        tokens_per_sequence: number of tokens per sequence; None if each sequence has one token.
         """
         slot_mapping = SlotMapping(self.pool, rows, blocks, positions % self.block_size)
         metadata: PagedMetadata | PortableMetadata

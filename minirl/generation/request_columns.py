@@ -36,8 +36,8 @@ class RequestColumns:
         self.requests: dict[int, Request] = {}
         self._columns = np.zeros(num_rows, COLUMNS)
         self._tokens = np.zeros((num_rows, 0), TOKEN)
-        # All stop tokens so far, and whether any request so far has a stop test. Both rule out most rows before the
-        # conditions of single rows are checked.
+        # All stop tokens so far, and whether any request so far has a stop test. `append_tokens` uses these two fields
+        # to skip most rows.
         self._stop_ids: frozenset[int] = frozenset()
         self._has_stop_tests = False
 
@@ -48,7 +48,7 @@ class RequestColumns:
     def sampling_params(self, rows: IntArray) -> list[NDArray[Any]]:
         """Return these rows' RNG keys, int64 [n], and temperatures, fp32 [n].
 
-        Also return the `Truncation` fields, int64 and fp64 [n], if any of these requests uses truncated sampling.
+        If any of these requests uses truncated sampling, also return top_k, int64 [n], and top_p, fp64 [n].
         """
         names = ["key", "temperature"]
         if self["top_k"][rows].any() and self["temperature"][rows].any():
@@ -112,7 +112,7 @@ class RequestColumns:
         )
 
     def _rows_stopped_by_test(self, rows: Sequence[int]) -> set[int]:
-        """Return the rows whose turns end by a stop test. Call each distinct stop test only once."""
+        """Return the rows whose turns are ended by a stop test. Call each distinct stop test only once."""
         rows_with_test: dict[StopTest, list[int]] = {}
         for row in rows:
             stop_test = self.requests[row].stop_test

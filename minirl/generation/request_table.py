@@ -13,7 +13,7 @@ A row is a sequence's entry in the cache: a table of the blocks that store the s
 queued    The request waits in a group of requests with the same prompt, the group's prefix. The prefix is prefilled
           once, into a row. Each request is admitted with a fork of that row: full blocks are shared, and a partial
           block is copied. The last request of the group takes over the row itself. A request that already has sampled
-          tokens forms a group alone.
+          tokens forms a group of one.
 running   The request's row caches all tokens except the newest. Each step samples one more token. The turn ends at the
           token limit, or when the host sees a stop token or a completed stop string. With asynchronous decoding, one
           more token is in flight by then, and this token is discarded.
@@ -53,7 +53,7 @@ NO_LIMIT = 1 << 62
 
 
 class PrefixGroup:
-    """Queued requests that share a prefix, in order.
+    """Queued requests that share a prefix, in the order of submission.
 
     prefix: the prompt's token ids, int64. A request that already has sampled tokens is alone in its group, and the
     prefix includes these tokens.
@@ -203,7 +203,8 @@ class RequestTable:
             if not group.requests:
                 self.queue.popleft()
             elif not has_room:
-                # The first request is always admitted. Without free blocks for a fork, it takes over the prefix's row.
+                # The first request is always admitted. Without free blocks for a fork, this request takes over the
+                # prefix's row.
                 self.queue[0] = PrefixGroup(*group.requests)
                 group.requests.clear()
         return admitted
@@ -288,8 +289,8 @@ class RequestTable:
     def drain_readbacks(self, *, num_unread: int = 0) -> list[SampledSequence]:
         """Drain all readbacks except the newest `num_unread`; return the sequences that finish.
 
-        With asynchronous decoding, a request may already have ended with its previous token. In that case, the new
-        token is discarded.
+        With asynchronous decoding, a request may already have ended with its previous token; its new token is then
+        discarded.
         """
         finished: list[SampledSequence] = []
         while len(self._readbacks) > num_unread:

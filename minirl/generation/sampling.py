@@ -117,7 +117,8 @@ def _first_index_above(cdf: Tensor, target: Tensor) -> Tensor:
     """Return the first index [B, 1] at which `cdf` [B, W] exceeds `target` [B, 1], or the last index if there is none.
 
     A uniform number is at most 1 - 2^-53, so a target that is a uniform number times the CDF's final value is always
-    exceeded, unless the CDF is NaN. In that case, the sampled token's logprob is NaN as well, which reveals the error.
+    exceeded, unless the CDF is NaN. A NaN in the CDF is revealed by the sampled token's logprob, which is then NaN,
+    too.
     """
     index = torch.searchsorted(cdf, target, right=True)
     return index.clamp_(max=cdf.shape[1] - 1)
@@ -131,7 +132,7 @@ def sample(
     *,
     vocab_chunk: int = VOCAB_CHUNK,
 ) -> Tensor:
-    """Sample tokens from hidden states [B, D] and the head's weight [V, D]. On CUDA, this does not block the host.
+    """Sample tokens from hidden states [B, D] and the head's weight [V, D]. On CUDA, sampling never blocks the host.
 
     Returns int32 [2, B], so that one copy moves everything to the host: the tokens, and the bits of their fp32
     logprobs.
@@ -139,8 +140,8 @@ def sample(
     positions int64 [B]: positions of the sampled tokens.
     sampling_params: the arrays of `RequestColumns.sampling_params` on the device: keys int64 [B]; temperatures fp32
     [B]; and, if any request uses truncated sampling, top_k int64 [B] and top_p fp64 [B]. Temperature 0 picks the most
-    likely token and returns its logprob at temperature 1. vocab_chunk: number of vocabulary tokens per matmul with the
-    head; on CUDA, one matmul covers the whole vocabulary.
+    likely token and returns its logprob at temperature 1.
+    vocab_chunk: number of vocabulary tokens per matmul with the head; on CUDA, one matmul covers the whole vocabulary.
     """
     keys, temperature, *truncation = sampling_params
     uniform = uniforms(keys, positions)
@@ -167,10 +168,10 @@ def sample(
 
 
 def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> None:
-    """Mask the logits fp32 [B, V] of excluded tokens with -inf in place, like transformers' logits processors.
+    """Set the logits of tokens that top-k or top-p excludes to -inf, like transformers' logits processors.
 
-    The logits are already divided by the temperature. top_k and top_p [B] are `Truncation` fields. A row with
-    top_k 0 or temperature 0 keeps all tokens.
+    Changes the logits fp32 [B, V], already divided by the temperature, in place. top_k and top_p [B] are `Truncation`
+    fields. A row with top_k 0 or temperature 0 keeps all tokens.
     """
     width = min(MAX_TOP_K, logits.shape[1])
     top_logits, ids = logits.topk(width)

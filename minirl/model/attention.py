@@ -1,7 +1,7 @@
 """Attention layouts and kernel dispatch.
 
 A layout assigns the tokens of a stream to sequences. A `PackedLayout` contains whole sequences end to end (training,
-scoring, prefill), and computes a prefix that several sequences share only once. A `DecodeLayout` contains the next
+scoring, prefill); a prefix that several sequences share is computed only once. A `DecodeLayout` contains the next
 tokens of cached sequences. `attend` accepts either layout, so the model needs only one forward.
 
 All kernels compute the same attention. Packed streams use flash-attn or torch's varlen kernel (CUDA, 16-bit, head
@@ -10,8 +10,8 @@ on CUDA and `portable_attention` on the CPU.
 
 Positions start at 0 in each sequence. Attention is always causal; with window w, a token attends to itself and the
 w - 1 tokens before it. Only the portable kernel takes a mask: `portable_attention.index_packed` builds the mask for
-packed streams, and `generation.kv_cache` builds it for decoding. The other kernels take lengths and a window. `padding`
-handles padding.
+packed streams, and `generation.kv_cache` builds the mask for decoding. The other kernels take lengths and a window.
+`padding` handles padding.
 
 Shapes: H query heads, K key/value (KV) heads, C channels per head; T' computed tokens; S cache blocks.
 """
@@ -134,7 +134,7 @@ class _Memo:
     """Caches values derived from a layout, such as the indices that all layers of a forward pass share."""
 
     def derive(self, make: Callable[..., Derived], *args: Hashable) -> Derived:
-        """Return make(self, *args), computed once for each set of arguments."""
+        """Return make(self, *args), computed only once per set of arguments."""
         key = (make, *args)
         if key not in self._derived:
             self._derived[key] = make(self, *args)

@@ -5,8 +5,8 @@ equal only if every matmul computes the same bits for a row in any batch, but ma
 Therefore, on the CPU, each rank runs on one thread (`ranks.process_group.start`), every matmul has at least MIN_COLUMNS
 columns, and bf16 operands are multiplied in fp32 if the CPU has no bf16 instructions (`matmul_dtype`). Everything else
 is measured on this machine, once per shape and dtype: `matmul_form` returns the number of rows to pad to, or the size
-of the tiles to split into. `is_batch_invariant` and, for attention, `portable_attention.min_queries` report whether
-this is enough on this machine. Norms and elementwise functions are batch-invariant anyway.
+of the tiles to split into. `is_batch_invariant` and, for attention, `portable_attention.min_queries` report whether the
+results are batch-invariant on this machine. Norms and elementwise functions are batch-invariant anyway.
 
 On CUDA, matmuls are not made batch-invariant. Instead, every training step measures the gap between sampling and
 scoring logprobs.
@@ -241,8 +241,8 @@ def _head_matmul(hidden: Tensor, weight: Tensor) -> Tensor:
 def matmul_form(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool = False) -> MatmulForm:
     """Return the fastest form in which each row of x [T, in] @ W [in, out] has the same bits at every T.
 
-    Return INEXACT if there is no such form, or if torch uses several threads, with which no form is reliable. is_head:
-    whether to measure `head_logits` instead of `linear`.
+    Return INEXACT if there is no such form, or if torch uses several threads, because multithreaded matmuls guarantee
+    nothing. is_head: whether to measure `head_logits` instead of `linear`.
     """
     if torch.get_num_threads() > 1:
         return INEXACT
@@ -253,7 +253,7 @@ def matmul_form(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool 
     row_counts = [rows for rows in PROBED_ROWS if rows <= 513 or rows * weight.numel() <= MAX_PROBED_WORK]
     num_repeats = -(-row_counts[-1] // period)
     rows = x.repeat(num_repeats, 1)
-    # For small row counts, test several slices, so that they cover every distinct row.
+    # For small row counts, test several slices, so that the slices cover every distinct row.
     slices = [slice(i, i + n) for n in row_counts for i in range(0, max(1, period - n + 1), n)]
     for form in FORMS:
         expected = _matmul_in_form(product, x, weight, form).repeat(num_repeats, 1)

@@ -1,4 +1,4 @@
-"""A decoder's shape and features. Fields are named after their keys in config.json, if they have one."""
+"""A decoder's shape and features. Fields have the names of their config.json keys where such keys exist."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,11 +1,11 @@
 """Convert each model family's config.json to a `ModelConfig`, using transformers' config class.
 
 transformers defines what each key means. `read_config` builds a small model from the config.json and compares its
-outputs with the outputs of transformers' model (`extras.hf_models.gate`). So if a config has a key that minirl ignores
-and that changes transformers' outputs, the config is rejected. Without the `hf_models` extra, there is no comparison,
-and such a key has no effect.
+outputs with the outputs of transformers' model (`extras.hf_models.gate`). A config is rejected if a key that minirl
+ignores changes transformers' outputs. Without the `hf_models` extra, there is no comparison, and minirl silently
+ignores such keys.
 
-docs/families.md lists the families; CONTRIBUTING.md explains how to add one.
+docs/families.md lists the families; CONTRIBUTING.md explains how to add a family.
 """
 
 import dataclasses
@@ -137,7 +137,7 @@ def read_config(folder: Path, *, scalar_head: bool | None = None) -> ModelConfig
 
 
 def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
-    """Convert the contents of config.json to a `ModelConfig`, without comparing minirl's modules with transformers'.
+    """Convert the contents of config.json to a `ModelConfig`, without a comparison to transformers' modules.
 
     Raises InputError, naming the unsupported key.
     """

@@ -42,7 +42,8 @@ class GatedActivation(torch.autograd.Function):
     """Computes activation(gate) * up for inputs [T, width]. Only the inputs are saved; backward recomputes the
     activation.
 
-    The recomputation shrinks a layer's saved activations by a fifth, and the gradients match autograd's bitwise.
+    The recomputation shrinks a layer's saved activations by a fifth, and the gradients match autograd's gradients
+    bitwise.
     """
 
     @staticmethod

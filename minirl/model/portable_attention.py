@@ -7,8 +7,8 @@ blocks changes nothing. A token's output therefore has the same bits in training
 `batch_invariance`).
 
 An index specifies which queries to multiply by which keys, and serves all layers with the same window. `index_packed`
-builds the index for `attend_packed` (a stream of whole sequences), and `index_decode` builds it for `decode` (one new
-token per cached sequence). `mask_keys` builds the mask for both.
+builds the index for `attend_packed` (a stream of whole sequences), and `index_decode` builds the index for `decode`
+(one new token per cached sequence). `mask_keys` builds the mask for both kernels.
 
 Shapes: H query heads; K key/value (KV) heads; g = H / K query heads per KV head; C channels per head; T' computed
 tokens (see `attention.PackedLayout`).
@@ -33,8 +33,8 @@ _BlockSet = tuple[slice | Tensor, slice]
 # sequences favor small blocks. Compared with blocks of 128 tokens, an update in bf16 takes 0.8x the time for sequences
 # of 15 tokens, 1x for 1,000 tokens, and 1.1x for 4,000 tokens.
 BLOCK = 32
-# Decoding multiplies a pool's blocks in place, up to the highest block that is read. If this multiplies at least
-# COPY_FACTOR times as many blocks as are read, decoding copies the blocks that are read and multiplies only the copies.
+# Decoding multiplies a pool's blocks in place, up to the highest block that is read. If there are at least COPY_FACTOR
+# times as many such blocks as blocks that are read, decoding multiplies copies of only the blocks that are read.
 COPY_FACTOR = 1.5
 # Sizes of query blocks in packed streams, in tokens. Each block has the smallest size that fits its queries.
 QUERY_BLOCK_SIZES = (16, 32, 64)
@@ -132,8 +132,8 @@ def index_packed(
 ) -> PackedIndex:
     """Index attention over a stream of sequences.
 
-    Tokens that a sequence shares with its parent have no queries in that sequence: the model computes them as part of
-    the parent.
+    Tokens that a sequence shares with its parent have no queries in that sequence, because the model computes these
+    tokens as part of the parent.
     hidden_index int64 [T]: index of each stream token in the model's hidden states.
 
     Example: sequences of 64 and 72 tokens, K = 1, no window. Their query blocks are
@@ -143,8 +143,8 @@ def index_packed(
         second 0..63                    64   0, 1                    64..127
         second 64..71 (71 repeated)     16   0, 1, 2 (keys 0..95)    128..143
 
-    The first two have the same shape and form one `_QueryBlocks` with n = 2. Keys 72..95 do not exist: the index
-    uses key 0 instead, and the mask hides it. `output_index` is 0..135, which skips the outputs of the repeated
+    The first two query blocks have the same shape and form one `_QueryBlocks` with n = 2. Keys 72..95 do not exist, so
+    the index repeats key 0, which the mask hides. `output_index` is 0..135, which skips the outputs of the repeated
     query.
     """
     device = hidden_index.device

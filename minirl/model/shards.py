@@ -81,7 +81,10 @@ class ShardGroup:
 
     @spent_on("decode_comm")
     def _exchange(self, rows: Tensor, num_sent: Sequence[int], num_received: Sequence[int]) -> Tensor:
-        """Send the first num_sent[0] rows to rank 0, the next to rank 1, etc.; return the received rows. Collective."""
+        """Send the first num_sent[0] rows to rank 0, the next rows to rank 1, etc.; return the received rows.
+
+        Collective.
+        """
         as_bytes = rows.contiguous().view(torch.uint8)  # gloo does not support every dtype
         received = as_bytes.new_empty(sum(num_received), as_bytes.shape[1])
         dist.all_to_all_single(received, as_bytes, list(num_received), list(num_sent))
@@ -89,7 +92,7 @@ class ShardGroup:
 
 
 class SharedLinear(Linear):
-    """A linear layer whose rows are sharded across ranks. Its forward is collective.
+    """A linear layer whose rows are sharded across ranks. The forward is collective.
 
     Every rank has the same number of weight rows, rounded up. The last ranks are padded with rows of zeros, whose
     output columns are dropped.

@@ -102,7 +102,7 @@ _NO_NORM = nn.Identity()
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)).
+    """A decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
     `config.norms` may instead place norms after attention and the MLP, or on both sides of attention and the MLP. Some
     layers have a gated delta net instead of attention. is_recomputed: whether backward reruns the whole layer.
@@ -243,7 +243,7 @@ def is_batch_invariant(
 ) -> bool:
     """Return whether a token's results have the same bits in any batch, based on measurements on this machine.
 
-    Measures all of the model's matmuls. num_shards: number of parts in which decoding computes a layer's output
+    Measures all of the model's matmuls. num_shards: number of parts into which decoding splits a layer's output
     columns.
     """
     if config.hf_backend is not None and not config.hf_backend.is_exact:

@@ -1,7 +1,7 @@
 """Load and save model weights in Hugging Face folders.
 
-Parameters have the same names as the checkpoint's tensors, except for a prefix in vision models. Tensors are loaded one
-by one, directly into each rank's shard. `families` reads the folder's config.json.
+Most parameters have the same names as the checkpoint's tensors; `checkpoint_tensors` converts the other names. Tensors
+are loaded one by one, directly into each rank's shard. `families` reads the folder's config.json.
 """
 
 import json

@@ -1,1 +1,1 @@
-"""Qwen3.5's gated delta net: its recurrence and its layer."""
+"""Qwen3.5's gated delta net: the recurrence and the layer."""

@@ -89,7 +89,7 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(gated.to(x.dtype))
 
     def _run_packed(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: PackedLayout) -> Tensor:
-        """Return the rule's outputs [T', heads, C] for packed sequences, and store their states if they are cached."""
+        """Return the rule's outputs [T', heads, C] for packed sequences; store the final states if there is a cache."""
         # The convolution's inputs for each row, oldest first.
         windows = layout.derive(index_windows, self.shape.kernel_size)  # [kernel, T']
         padded = F.pad(mixed, (0, 0, 0, 1))  # a row of zeros, for tokens before the beginning of a sequence

@@ -186,7 +186,7 @@ def run_row(
     states.keys[slots, :, :, column] = rows.k
     states.decays[slots, :, column] = rows.decay
 
-    # The rows of the N states to read, and the index of each sequence among them.
+    # The rows of the N states to read, and the index of each sequence among these rows.
     state_rows: slice | Tensor = slots
     sequence = torch.arange(len(slots), device=slots.device)
     state_index = sequence
@@ -197,7 +197,7 @@ def run_row(
         state_index = slots
     state, keys, updates, decays = (pool[state_rows] for pool in states[1:])
 
-    # The sequence for each state. Idle slots compute the first sequence, and their results are dropped.
+    # The sequence for each state. Idle slots compute the first sequence, and the results of idle slots are dropped.
     sequence_at = slots.new_zeros(len(state))
     sequence_at[state_index] = sequence
     q, k, v, _, beta = (x[sequence_at] for x in rows)  # [N, H, ...]

@@ -37,7 +37,7 @@ class DeltaStates(NamedTuple):
 class StateCache:
     """The states of all layers for the sequences in a cache. A sequence's slot has the same index as its row.
 
-    A prefill writes all states for its rows.
+    A prefill overwrites all states in its rows.
     chunk_size: a decode step may compute several tokens of a sequence if they all lie in one chunk of this size.
     """
 

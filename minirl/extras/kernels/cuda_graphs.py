@@ -41,7 +41,7 @@ class DecodeGraphs:
     def __init__(self, max_blocks: int):
         """max_blocks: maximum width of a block table."""
         self._max_blocks = max_blocks
-        # Keyed by batch size and number of inputs.
+        # Both dictionaries are keyed by batch size and number of inputs.
         self._buffers: dict[tuple[int, int], list[Tensor]] = {}
         self._graphs: dict[tuple[int, int], Captured] = {}
         # Handle of a memory pool. Graphs run one after another, so they can share temporary memory.
@@ -78,7 +78,7 @@ class DecodeGraphs:
         memory. Allocating this memory again takes seconds.
         """
         step(*buffers)
-        # Check a second step for synchronization, since the first one may have built tables.
+        # Check a second step for synchronization, because the first step may have synchronized to build tables.
         with warnings.catch_warnings(record=True, action="always") as caught_warnings:
             torch.cuda.set_sync_debug_mode("warn")
             step(*buffers)

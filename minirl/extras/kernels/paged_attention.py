@@ -14,8 +14,9 @@ from torch import Tensor
 
 from minirl.model.padding import next_power_of_two
 
-# Maximum size of a key tile in bytes, per channel and in total (also for values). These limits keep a program's shared
-# memory within the 99 KiB of the smallest devices, and avoid register spills (`benchmarks/paged_resources.py`).
+# Maximum size of a key tile in bytes, per channel and in total. Value tiles have the same size. These limits keep a
+# program's shared memory within the 99 KiB of the smallest devices, and avoid register spills
+# (`benchmarks/paged_resources.py`).
 MAX_CHANNEL_BYTES = 128
 MAX_TILE_BYTES = 32768
 # Triton's compile options. num_stages is the number of tiles loaded from memory at the same time.
@@ -143,7 +144,7 @@ def attend_blocks(  # type: ignore[no-untyped-def]
         # The hint makes each key load 16 bytes wide; without the hint, key loads compile to 2 bytes each.
         offset = tl.multiple_of(first_key % BLOCK, TILE) + key
         is_seen = (first_key + key < end) & (first_key + key >= begin)
-        # Mask the scores instead of the keys: a mask by `is_seen` would break the wide loads.
+        # Mask the scores instead of the keys, because a key mask by `is_seen` would break the wide loads.
         k = tl.load(
             keys + block_start + dim[:, None] * BLOCK + offset,
             mask=is_channel[:, None],
