@@ -108,8 +108,8 @@ class Engine:
         computed, unless the request was evicted. Requests that already have sampled tokens go to the front of the
         queue.
         weight_version: version to record with each token sampled from now on.
-        Raises InputError for a request with an empty prompt, with no token left to sample, or with more tokens than the
-        model's positions or the cache. If any request is rejected, no request is queued, and parked requests stay
+        Raises InputError for a request with an empty prompt, with no token left to sample, or with too many tokens for
+        the model's positions or the cache. If any request is rejected, no request is queued, and parked requests stay
         parked.
         """
         for request in requests:
@@ -285,7 +285,7 @@ class Engine:
         self._start_requests(np.array(rows), torch.stack(states))
 
     def _prefill_appended(self) -> None:
-        """Prefill the appended tokens of resumed requests, each request up to the end of one cache block.
+        """Prefill the appended tokens of resumed requests, each request up to the next cache block boundary.
 
         Each token is decoded as if it were the newest token of a separate sequence with the request's block table. One
         step computes up to `max_prefill_tokens` appended tokens, and later steps compute the rest. Once all tokens of a

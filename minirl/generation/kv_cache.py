@@ -60,7 +60,7 @@ class KVCache:
 
     @functools.cached_property
     def pool(self) -> CachePool:
-        """The cache memory, allocated on first use, and again after `free_memory`."""
+        """The cache memory, allocated on first use and, after `free_memory`, on the next use."""
         config = self.config
         windows = config.attention_windows
         shape = (len(windows), len(self.blocks.ref_counts), config.num_key_value_heads)

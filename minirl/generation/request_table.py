@@ -246,7 +246,7 @@ class RequestTable:
         If blocks run out and nothing can be evicted, the youngest request is preempted, because the youngest request
         usually has the fewest tokens to recompute. The oldest request is preempted last. `Engine.submit` rejects
         requests that exceed the whole cache, so the oldest request always fits, and the engine always makes progress.
-        All tokens must have been read before a request is preempted.
+        All of a request's tokens must have been read before the request is preempted.
         """
         while not self._blocks.can_extend(rows):
             if not self._evict():
@@ -257,7 +257,7 @@ class RequestTable:
         return rows
 
     def next_appended_chunks(self) -> dict[int, IntArray]:
-        """Take requests off `appended` and reserve space for the next chunk [n] of each; return the chunks keyed by
+        """Take requests off `appended`, and reserve space for each request's next chunk [n]; return chunks keyed by
         row.
 
         A chunk never crosses a block boundary, and all chunks together have at most `max_prefill_tokens` tokens. A

@@ -82,7 +82,7 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
-    """Return the tokens [B] at which the cumulative distribution of `logprobs` [B, V] exceeds `uniform` fp64 [B]."""
+    """Return the first tokens [B] at which the cumulative distribution of `logprobs` [B, V] exceeds `uniform` [B]."""
     batch_size, vocab_size = logprobs.shape
     if vocab_size <= CDF_BLOCK:
         cdf = logprobs.double().exp().cumsum(-1)

@@ -2,7 +2,7 @@
 
 An adapter folder contains adapter_config.json, which names the base model's folder or Hub id, and
 adapter_model.safetensors; minirl also writes the base model's config.json and tokenizer into the folder.
-`weights.load_weights` loads such a folder as the base model with the adapters merged in.
+`weights.load_weights` loads an adapter folder as the base model with the adapters merged in.
 """
 
 import math
@@ -59,7 +59,7 @@ def initial_values(name: str, shape: torch.Size) -> Tensor:
 
 @dataclass
 class SavedAdapters:
-    """One folder's adapters; `tensors` is empty if the folder contains no adapters.
+    """The adapters in one folder; `tensors` is empty if the folder contains no adapters.
 
     tensors: adapter tensors, keyed by parameter name, e.g. model.layers.0.mlp.up_proj.lora_A. A module that PEFT saved
         in full, such as a scalar head, keeps its own name. `merge` removes a layer's tensors after merging them.

@@ -88,8 +88,8 @@ def concatenated_ranges(starts: ArrayLike, lengths: ArrayLike) -> np.ndarray:
 class CachePool(NamedTuple):
     """The cached keys and values of all attention layers, in S blocks.
 
-    keys [layers, S, K, C, BLOCK], values [layers, S, K, BLOCK, C]: in these shapes, matmuls need no transpose. layers:
-    views of each layer's keys and values, keyed by layer index.
+    keys [layers, S, K, C, BLOCK], values [layers, S, K, BLOCK, C]: with these shapes, matmuls need no transpose.
+    layers: views of each layer's keys and values, keyed by layer index.
     states: per-row states of the layers without attention, or None if the model has no such layers.
     """
 
@@ -146,7 +146,7 @@ class _Memo:
 
 
 class Sequence(NamedTuple):
-    """A sequence in a packed stream, which shares its first `num_shared` tokens with the sequence at index `parent`.
+    """A sequence in a packed stream. The first `num_shared` tokens are shared with the sequence at index `parent`.
 
     The parent comes earlier in the stream and may itself have a parent. A sequence without a parent shares no tokens.
     """

@@ -193,7 +193,7 @@ def _text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     tied = transformers_config(text_config).tie_word_embeddings
     refuse(
         raw.get("tie_word_embeddings", tied) != tied,
-        "config.json: tie_word_embeddings differs between the top level and text_config; keep the right value",
+        "config.json: tie_word_embeddings differs between the top level and text_config; set both to the same value",
     )
     unsupported = {key: raw[key] for key in raw.keys() & _UNSUPPORTED_KEYS}
     return unsupported | {key: value for key, value in text_config.items() if key != "architectures"}

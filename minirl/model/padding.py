@@ -1,6 +1,6 @@
 """Padding, for the few cases that need it.
 
-CPU products with few rows, forward passes on a rank without tokens, and the engine's newest tokens use `pad_rows`.
+CPU matmuls with few rows, forward passes on a rank without tokens, and the engine's newest tokens use `pad_rows`.
 Decode steps replayed as CUDA graphs use `graph_batch_size`.
 """
 
@@ -22,8 +22,8 @@ def pad_rows(x: Tensor, num_rows: int) -> Tensor:
 def graph_batch_size(num_requests: int, max_requests: int) -> int:
     """Return the batch size of the CUDA graph for `num_requests`, at most `max_requests`.
 
-    The size is a power of two up to GRAPH_STEP, and a multiple of GRAPH_STEP above that: with powers of two alone,
-    nearly half of the rows could be padding.
+    The size is a power of two up to GRAPH_STEP, and a multiple of GRAPH_STEP above GRAPH_STEP: with powers of two
+    alone, nearly half of the rows could be padding.
     """
     size = next_power_of_two(num_requests)
     if size > GRAPH_STEP:

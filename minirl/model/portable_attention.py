@@ -33,8 +33,8 @@ _BlockSet = tuple[slice | Tensor, slice]
 # sequences favor small blocks. Compared with blocks of 128 tokens, an update in bf16 takes 0.8x the time for sequences
 # of 15 tokens, 1x for 1,000 tokens, and 1.1x for 4,000 tokens.
 BLOCK = 32
-# Decoding multiplies a pool's blocks in place, up to the highest block that is read. If there are at least COPY_FACTOR
-# times as many such blocks as blocks that are read, decoding multiplies copies of only the blocks that are read.
+# Decoding multiplies all blocks of a pool up to the highest block that is read, in place. If at most 1 / COPY_FACTOR of
+# these blocks are read, decoding instead multiplies copies of the blocks that are read.
 COPY_FACTOR = 1.5
 # Sizes of query blocks in packed streams, in tokens. Each block has the smallest size that fits its queries.
 QUERY_BLOCK_SIZES = (16, 32, 64)
@@ -123,7 +123,7 @@ class _QuerySpan(NamedTuple):
 
     stream_start: int  # index of the sequence's first token in the stream
     first_query: int  # position of the first query
-    end: int  # position after the last query, which is also the newest visible key
+    end: int  # position after the last query; the last query's token is the newest visible key
     first_key: int  # start position of the oldest key block that the first query sees
 
 
@@ -266,14 +266,14 @@ class DecodeIndex(NamedTuple):
       highest block that is read, and they are multiplied in place. If only a few of these blocks are read, the live
       blocks are copies of the blocks that are read (ids int64).
     - Blocks with more users, such as the full blocks of a group's prompt, appear again after the live blocks (ids
-      int64), each with as many slots as the block with the most users needs. The slots that these blocks have among
-      the live blocks stay empty.
+      int64), each with as many slots as the block with the most users needs. The slots of these blocks among the live
+      blocks stay empty.
 
     Slots are ordered by block, then KV head, then user. The kernel gathers rows with these int64 indices:
 
     query [slots x g]: the query heads of each slot, as rows of q [B x H, C].
-    score [B x H x n]: for each query head and entry, the row that holds its scores in the key products
-        [slots x g, BLOCK], and its results in the value products [slots x g, C].
+    score [B x H x n]: for each query head and entry, the row of the scores in the key products [slots x g, BLOCK],
+        which is also the row of the results in the value products [slots x g, C].
     prob [slots x g]: the inverse of `score`, as rows of the probabilities [B x H x n, BLOCK].
 
     Empty slots read row 0, and their results are never read.
@@ -287,8 +287,8 @@ class DecodeIndex(NamedTuple):
         user           none      request 0  request 2  request 1  request 0  request 1
         query          0, 0      0, 1       4, 5       2, 3       0, 1       2, 3
 
-    Request 1 reads block 0 in slot 5 and block 3 in slot 3. Its query heads 0 and 1 are rows 2 x slot and 2 x slot + 1
-    of the products, so `score` is [10, 6] for head 0 and [11, 7] for head 1.
+    Request 1 reads block 0 in slot 5 and block 3 in slot 3. Query heads 0 and 1 of a slot are rows 2 x slot and 2 x
+    slot + 1 of the products, so `score` is [10, 6] for head 0 of request 1 and [11, 7] for head 1.
     """
 
     block_sets: Sequence[_BlockSet]
@@ -317,7 +317,7 @@ def index_decode(
     num_blocks = (tables >= 0).sum(1)
     first_block = np.zeros_like(num_blocks)
     if window is not None:
-        # This is the oldest key that the first token of the last block sees.
+        # The oldest key that the first token of the last block sees.
         oldest_key = (num_blocks - 1) * BLOCK - window + 1
         first_block = oldest_key.clip(min=0) // BLOCK
     num_entries = num_blocks - first_block

@@ -32,7 +32,7 @@ from minirl.model.config import DeltaNet
 
 
 class DeltaRows(NamedTuple):
-    """T rows of the rule: unit vectors q, k [T, H, Dk] (q / sqrt(Dk)), v [T, H, Dv], decay and beta [T, H]."""
+    """T rows of the rule: unit vectors q / sqrt(Dk) and k [T, H, Dk], v [T, H, Dv], decay and beta [T, H]."""
 
     q: Tensor
     k: Tensor

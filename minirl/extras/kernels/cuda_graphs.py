@@ -27,9 +27,7 @@ Captured = tuple[torch.cuda.CUDAGraph, Tensor] | None
 # the default stream.
 _capture_stream = functools.cache(lambda: torch.cuda.Stream())
 _print_once = functools.cache(print0)
-SYNC_NOTE = (
-    "note: decoding runs without CUDA graphs, because each step synchronizes with the host; this is slower"
-)
+SYNC_NOTE = "note: each step synchronizes with the host, so decoding cannot use CUDA graphs and is slower"
 
 
 class DecodeGraphs:

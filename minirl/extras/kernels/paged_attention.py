@@ -21,7 +21,7 @@ MAX_CHANNEL_BYTES = 128
 MAX_TILE_BYTES = 32768
 # Triton's compile options. num_stages is the number of tiles loaded from memory at the same time.
 OPTIONS = {"num_warps": 4, "num_stages": 3}
-# Number of programs that saturates the GPU. If requests x KV heads is smaller than MIN_PROGRAMS, the keys are split.
+# Number of programs that saturate the GPU. If requests x KV heads is smaller than MIN_PROGRAMS, the keys are split.
 MIN_PROGRAMS = 512
 
 
