@@ -5,13 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-import train_grpo
-import train_ppo
 from minirl.errors import InputError
 from minirl.rewards.functions import EpisodeReward
 from minirl.rollouts import all_branches
-from minirl.training.batch import exchange, pack
-from minirl.training.losses import sequence_sums
+from minirl.training.batch import pack
 from support.collecting import (
     Prompts,
     chat_prompts,
@@ -35,17 +32,6 @@ async def giving(episode):
     return {"total": float(sum(episode.turns[-1].ids)), "early": 1000.0}
 
 
-async def rewriting(episode):
-    """Sample two branches, of which the second may be truncated; give and return rewards."""
-    other = episode.branch("abc")
-    await episode.generate(max_tokens=2)
-    episode.reward(1.0)
-    await other.generate(max_tokens=2)
-    episode.reward(0.5)
-    await other.generate(after="de")
-    return episode.seed % 5
-
-
 def test_an_episode_that_hits_a_limit_keeps_its_rewards_and_accepts_no_more():
     refused = []
 
@@ -63,36 +49,6 @@ def test_an_episode_that_hits_a_limit_keeps_its_rewards_and_accepts_no_more():
     assert groups.rewards.view(-1, 2).tolist() == [[0.0, 4.0]] * 6
     assert {r.finish_reason for r in groups.rewarded.rollouts} == {"max_turns"}
     assert len(refused) == 6
-
-
-def branches_of_a_step(rank):
-    """Collect two groups; return each branch's mean GRPO advantage, PPO's returns, and the groups."""
-    prompts = Prompts(lambda rollout_id: 5)
-    groups = make_collector(prompts, functions={"reward": EpisodeReward()}, rollout=rewriting).collect(2)
-    batch = exchange(groups.rewarded.rollouts, [[[groups.sequences]]])
-    stream = train_grpo.token_advantages(train_grpo.Config(), groups, batch)
-    means = sequence_sums(stream, batch.lengths) / batch.num_loss_tokens
-    config = train_ppo.Config(gamma=0.5, gae_lambda=0.5, bootstrap_truncated=True)
-    zeros, sevens = torch.zeros(len(batch.tokens)), torch.full((12,), 7.0)
-    batch = batch.replace(values=zeros)
-    _, returns = train_ppo.advantages_and_returns(config, groups.weighted_rewards, zeros, sevens, batch)
-    return means, returns.split(batch.num_loss_tokens.tolist()), groups
-
-
-def test_each_branch_gets_its_rollouts_reward_and_is_bootstrapped_if_truncated(one_rank):
-    """In GRPO a branch has its rollout's advantage; in PPO it gets the reward at its last token. The recursion is
-
-    A_t = r_t + gamma V_end + gamma lambda A_(t+1), where all values are 0 except 7 after the end.
-    """
-    ((means, returns, groups),) = one_rank.run(branches_of_a_step)
-    scores = groups.weighted_rewards
-    assert scores.flatten().tolist() == [r.episode.rewards["reward"] for r in groups.rewarded.rollouts]
-    assert len(scores.unique()) > 2
-    expected = (scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 1e-6)
-    torch.testing.assert_close(means.view(6, 2), expected.view(6, 1).expand(6, 2), rtol=0, atol=1e-9)
-    for score, first, second in zip(scores.flatten().tolist(), returns[::2], returns[1::2], strict=True):
-        assert first.tolist() == [score / 4, score]
-        assert second.tolist() == [(score + 3.5) / 16, (score + 3.5) / 4, score + 3.5]
 
 
 async def noting(episode):
