@@ -32,6 +32,7 @@ from minirl.training.batch import pack
 from support.engines import CPU, make_engine, make_request, scores_of
 from support.families import PUBLISHED_KEYS, check_peft, flags_to_train, logit_error
 from support.marks import slow
+from support.models import moved_weights
 from support.rank_pool import RankPool
 from support.resuming import resume
 from support.scripts import ROOT, read_config, read_metrics, reward_of, trained, write_rows
@@ -197,11 +198,7 @@ def test_steps_on_two_ranks_have_no_gap_and_a_resume_has_the_same_bits(two_ranks
     for line in read_metrics(run):
         assert line["policy/logp_equal_frac"] == 1
     if "lora" not in more:
-        before, after = (
-            load_file(path / "model.safetensors") for path in (folder, run / "checkpoints/000002")
-        )
-        assert before.keys() == after.keys()
-        assert not all(torch.equal(before[name], after[name]) for name in before)
+        assert any(moved_weights(folder, run / "checkpoints/000002").values())
     resume(two_ranks, script, run, flags)
 
 

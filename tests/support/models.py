@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from minirl.model.config import Adapters
 from minirl.model.families import config_from_dict, read_config
@@ -65,6 +66,13 @@ def sharded(
 
 def adamw(model: ShardedModel, weight_decay: float = 0.0) -> torch.optim.AdamW:
     return model.make_optimizer(betas=(0.9, 0.95), weight_decay=weight_decay)
+
+
+def moved_weights(before: Path, after: Path) -> dict[str, bool]:
+    """Return whether each weight differs between two model folders, which must name the same weights."""
+    old, new = (load_file(folder / "model.safetensors") for folder in (before, after))
+    assert old.keys() == new.keys()
+    return {name: not torch.equal(weight, new[name]) for name, weight in old.items()}
 
 
 def make_folder(folder: Path, raw: dict[str, Any]) -> Path:

@@ -107,13 +107,7 @@ def read_config(module: Any, flags: Iterable[str]) -> Any:
     return parse(module.Config, description="", presets=presets, arguments=words(flags))
 
 
-def _run_main(
-    rank: int,
-    script: str,
-    runs: str,
-    flags: tuple[str, ...],
-    under: Callable[[], Any] = contextlib.nullcontext,
-) -> str:
+def _run_main(rank: int, script: str, runs: str, flags: tuple[str, ...], under: Callable[[], Any]) -> str:
     os.environ["MINIRL_RUNS"] = runs
     module = load_script(script)
     config = read_config(module, flags)
