@@ -1,4 +1,4 @@
-"""Shared by all tests: the data folder, one thread, and the pools of ranks for everything distributed."""
+"""Fixtures for all tests: the data folder, and pools of ranks. Each process computes on one thread."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ wait_for_replies()
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_in_flight() -> Iterator[None]:
-    """End the rollouts that tests left in flight: asyncio warns of each at the end of the process."""
+    """Cancel the rollouts that tests left in flight, because asyncio warns about pending tasks at exit."""
     yield
     for task in asyncio.all_tasks(event_loop()):
         task.cancel()
@@ -37,13 +37,13 @@ def nothing_in_flight() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Random weights do not depend on the tests before: a rare draw exceeds tolerances."""
+    """Seed torch before each test, because rare random weights exceed the tolerances of tests."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
 def data_folder() -> Path:
-    """The folder that MINIRL_TEST_DATA names; tests that need it skip without it."""
+    """Return the folder named by MINIRL_TEST_DATA; skip the test if the variable is unset."""
     if "MINIRL_TEST_DATA" not in os.environ:
         pytest.skip("MINIRL_TEST_DATA is not set")
     return Path(os.environ["MINIRL_TEST_DATA"])
@@ -51,7 +51,7 @@ def data_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def one_rank() -> Iterator[RankPool]:
-    """A process group of one, in a separate process."""
+    """A pool with one rank, which runs in a separate process."""
     pool = RankPool(1)
     yield pool
     pool.stop()
@@ -59,7 +59,7 @@ def one_rank() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[RankPool]:
-    """A process group of two."""
+    """A pool with two ranks."""
     pool = RankPool(2)
     yield pool
     pool.stop()
@@ -67,7 +67,7 @@ def two_ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[RankPool]:
-    """A process group of four, among which rows do not divide evenly."""
+    """A pool with four ranks, over which rows do not divide evenly."""
     pool = RankPool(4)
     yield pool
     pool.stop()
@@ -75,7 +75,7 @@ def four_ranks() -> Iterator[RankPool]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The clock of functions that reply, which stands still until its `monotonic` is another."""
+    """Replace the episode runner's clock; time stands still until a test replaces `monotonic`."""
     stopped = SimpleNamespace(monotonic=lambda: 0.0, perf_counter=time.perf_counter)
     monkeypatch.setattr(runner, "time", stopped)
     return stopped
@@ -83,7 +83,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.fixture
 def load_reward(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., WorkerReward]]:
-    """`load_reward(name, ...)`: a function of the test file's SOURCE in its processes, which are killed at the end."""
+    """Return a function that loads a reward from the test file's SOURCE; worker processes end with the test."""
     (tmp_path / "mine.py").write_text(request.module.SOURCE)
     loaded = []
 
@@ -103,7 +103,7 @@ def _make_embedded_model(rank: int, runs: str) -> str:
 
 @pytest.fixture(scope="session")
 def embedded_model(one_rank: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the embedded model, which takes seconds to make: once for all workers of xdist."""
+    """Return the bundled model's folder, made once for all xdist workers because this takes seconds."""
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent
@@ -115,7 +115,7 @@ def embedded_model(one_rank: RankPool, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="module")
 def runs(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of runs for the module, with the embedded model in it."""
+    """Return a folder for the module's runs, which contains the bundled model."""
     folder = tmp_path_factory.mktemp("runs")
     shutil.copytree(embedded_model, folder / embedded_model.name)
     return folder

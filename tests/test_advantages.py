@@ -31,7 +31,7 @@ from support.worked import (
     groups_of,
 )
 
-# k1 = old - ref of the four worked sequences
+# k1 = old - ref for the four worked sequences
 K1 = [[0.1, -0.2, 0.1], [0.1, 0.2, -0.2, 0.3, 0.1], [-0.05, 0.05], [-0.1, -0.1, 0.1, -0.4]]
 BATCH = {"baseline": "mean", "norm": "batch_std", "eps": 1e-4}
 REMAX = {"baseline": double([1.0, -1.0]), "norm": "none"}
@@ -53,17 +53,14 @@ REMAX = {"baseline": double([1.0, -1.0]), "norm": "none"}
     ],
 )
 def test_advantages_equal_the_worked_numbers(options, rewards, expected):
-    """Pitfall 24: ddof 1, the eps added to the std, and the baseline are those of the named recipe."""
+    """Pitfall 24: each recipe has its baseline, a std with ddof 1, and its eps, which is added to the std."""
     assert_six_decimals(group_advantages(rewards, **options), expected)
 
 
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
 @pytest.mark.parametrize("norm", ["none", "group_std", "batch_std"])
 def test_equal_rewards_give_exactly_zero(baseline, norm):
-    """Pitfall 23: no rounding of the mean is blown up by a tiny std, whatever the reward and the group's size.
-
-    Nor is one of the rewards themselves.
-    """
+    """Pitfall 23: a tiny std never magnifies rounding errors of the mean or the rewards, whatever the group's size."""
     for reward, group_size in itertools.product((0.0, 0.1, -0.7, 1e-30, 1e16 / 3), (2, 3, 7, 8)):
         rounded = math.nextafter(reward + 0.3 - 0.1 - 0.2, math.inf)
         rewards = double([[rounded, *[reward] * (group_size - 1)], list(range(group_size))])
@@ -96,16 +93,16 @@ STD = float(double([2, 0, 2, 5, 7, 4]).std())
     ids=str,
 )
 def test_completions_without_a_score_are_left_out_of_their_groups_statistics(baseline, norm, expected):
-    """Worked by hand: the group is the rollouts with a score; the others, and a single score, get 0.
+    """Worked by hand: only rollouts with a score form the group; other rollouts and a group's only score get 0.
 
-    A group without a greedy score has no advantage. Each group has the advantages that it has alone. Pitfall 25.
+    Without a greedy score, a group's advantages are 0. Other groups do not affect a group's advantages. Pitfall 25.
     """
     got = group_advantages(double(SCORES), baseline=baseline, norm=norm, eps=0.0)
     assert torch.allclose(got, double(expected), rtol=0, atol=1e-12)
 
 
 def test_a_reward_that_does_not_apply_has_no_part_in_the_score():
-    """By weights 1 and 2: 1 + 2 x 0.5; 0; none at all; 2 x 1. A reward of weight 0 is only logged: no score by it."""
+    """With weights 1 and 2, the scores are 1 + 2 x 0.5, 0, 2 x 1 and NaN. A reward with weight 0 gives no score."""
     rewards = double([[1.0, 0.5], [0.0, MISSING], [MISSING, 1.0], [MISSING, MISSING]])
     scores = weighted_rewards(rewards, double([1.0, 2.0]))
     assert scores[:3].tolist() == [2.0, 0.0, 2.0]
@@ -115,10 +112,9 @@ def test_a_reward_that_does_not_apply_has_no_part_in_the_score():
 
 @pytest.mark.parametrize(("count", "rows"), [(3, [1, 3, 5]), (4, [0, 1, 3, 5]), (9, list(range(6)))])
 def test_groups_with_a_signal_are_selected_first(count, rows):
-    """The first groups whose accuracies differ, filled up with the first others, in order.
+    """Groups with different accuracies are taken first, then the first other groups; the order stays.
 
-    Judged by accuracy an all-correct group has no signal, whatever its lengths; missing scores and rounding errors
-    make no difference. Pitfall 54.
+    An all-correct group has no signal; missing scores and rounding errors make no difference. Pitfall 54.
     """
     accuracy = double([[0.1 + 0.2, 0.3], [0.0, 1.0], [0.1, MISSING], [1.0, 0.0], [MISSING] * 2, [0.5, 1.0]])
     assert select_groups(have_zero_variance(accuracy), count) == rows
@@ -131,7 +127,7 @@ KEPT = double([1, 0, 1, 1])
     ("lengths", "options", "token_mean", "sequence_mean", "constant"),
     [
         (LENGTHS, {"keep": KEPT}, KEPT / 9, [1 / 9, 0, 1 / 6, 1 / 12], KEPT / 24),
-        # Each of two minibatches by itself.
+        # Two minibatches are normalised separately.
         (
             (1, 4, 3, 6),
             {"num_minibatches": 2},
@@ -144,9 +140,9 @@ KEPT = double([1, 0, 1, 1])
     ],
 )
 def test_loss_weights_equal_their_formulas(lengths, options, token_mean, sequence_mean, constant):
-    """1 / sum(L), 1 / (N L_i) and 1 / (N C) over the rollouts that are kept, in double precision.
+    """The weights are 1 / sum(L), 1 / (N L_i) and 1 / (N C) over the kept rollouts, in double precision.
 
-    Pitfall 34: by the constant a sequence weighs the same beside a short and beside a long one.
+    Pitfall 34: with `constant`, a sequence's weight does not depend on the lengths of other sequences.
     """
     options = {"keep": torch.ones(len(lengths))} | options
     for norm, expected in (
@@ -182,9 +178,9 @@ NO_TOKENS = ([], [], 0.7)
     ids=["pack", "gamma_0.99", "nothing"],
 )
 def test_estimates_equal_the_worked_numbers(sequences, gamma, expected):
-    """In a pack nothing crosses a border. Pitfall 30.
+    """In a packed batch, no estimate crosses a sequence border. Pitfall 30.
 
-    The state after the last token is worth `bootstrap`, which is 0 where the sequence ended. Pitfall 31.
+    The value of the state after the last token is `bootstrap`, 0 for finished sequences. Pitfall 31.
     """
     rewards, values = (double(flat([sequence[i] for sequence in sequences])) for i in (0, 1))
     lengths = torch.tensor([len(sequence[1]) for sequence in sequences], dtype=torch.int64)
@@ -194,9 +190,9 @@ def test_estimates_equal_the_worked_numbers(sequences, gamma, expected):
 
 
 def test_token_rewards_and_returns_equal_the_worked_numbers():
-    """The score is paid at each sequence's last token, that of one without tokens to nobody; the KL penalty at all.
+    """Each sequence's last token gets the score, and every token the KL penalty. Pitfall 30.
 
-    Pitfall 30.
+    The score of a sequence without tokens is dropped.
     """
     lengths = torch.tensor([0, 3, 5, 0])
     rewards = token_rewards(double([7.0, 1.0, 0.0, 9.0]), double(flat(K1[:2])), lengths, kl_coef=0.05)
@@ -206,7 +202,7 @@ def test_token_rewards_and_returns_equal_the_worked_numbers():
 
 
 def with_kl(rank, baseline):
-    """The script's advantages of the worked responses under a KL term in the reward."""
+    """Return the script's advantages for the worked responses with a KL term in the reward."""
     tokens = torch.arange(14)
     batch = Batch(independent_sequences(LENGTHS), tokens, tokens >= 0, double(flat(K1)))
     config = train_grpo.Config(baseline=baseline, advantage_norm="none", kl_reward_coef=0.05)
@@ -230,9 +226,9 @@ def with_kl(rank, baseline):
     ],
 )
 def test_kl_is_before_the_baseline_or_without_one_stays_with_its_own_tokens(one_rank, baseline, expected):
-    """Pitfall 28. RLOO in TRL: each score loses its sequence's KL, then the leave-one-out baseline is taken.
+    """Pitfall 28. As in TRL's RLOO, the KL is subtracted from the scores before the leave-one-out baseline.
 
-    REINFORCE in verl: each token loses the KL from there on.
+    As in verl's REINFORCE, the advantage of a token loses the KL of that token and all later ones.
     """
     (advantages,) = one_rank.run(with_kl, baseline)
     assert_six_decimals(advantages, flat(expected))
@@ -251,7 +247,7 @@ def whitened(rank, parts):
     ids=str,
 )
 def test_whitening_equals_the_worked_numbers(two_ranks, stream, expected):
-    """Pitfall 29: ddof 1, over the tokens of all ranks, of which one may have none."""
+    """Pitfall 29: the variance has ddof 1 and covers the tokens of all ranks; a rank may have no tokens."""
     for cut in (0, 1):
         parts = two_ranks.run(whitened, [double(stream[:cut]), double(stream[cut:])])
         assert_six_decimals(torch.cat(parts), expected)

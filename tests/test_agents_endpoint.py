@@ -1,4 +1,4 @@
-"""Agents at a URL: their requests become the turns of their episode, and faults become clear errors."""
+"""Agents that call a URL: requests become turns of the agent's episode, and faults give clear errors."""
 
 import asyncio
 import json
@@ -173,7 +173,7 @@ async def agent(url, episode):
 
 
 def test_200_agents_start_at_once_without_rejected_lost_or_repeated_requests(load):
-    """They fit into the system's limit on file descriptors. Every fifth agent requests a second turn."""
+    """The agents fit into the system's limit on file descriptors. Every fifth agent requests a second turn."""
     pytest.importorskip("openai")
     prompts = chat_prompts()
     options = {"functions": {"reward": EpisodeReward()}, "group_size": 1}

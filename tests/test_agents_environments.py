@@ -269,7 +269,7 @@ def test_an_environment_without_tools_needs_no_response_template(load):
 
 
 def test_row_59_tools_need_a_known_call_format_and_a_template_for_results(tmp_path, load):
-    """They are rejected when the tokenizer is loaded, before the model."""
+    """Unsuitable tools are rejected when the tokenizer is loaded, before the model."""
     tools = load("tools", "add")
     config = RunConfig(tools="mine.py:add", chat=True)
     only_users = "{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{{ m"
@@ -370,7 +370,7 @@ GUESSES = [said("", ("guess", {"guess": word})) for word in ("[a]", "[abcde]", "
 @pytest.mark.parametrize(
     ("kind", "name", "reward", "turns", "score"),
     [
-        # The second guess wins; the third comes too late.
+        # The second guess wins; the third guess comes too late.
         ("environment", "Wordle", "reward_func", [*GUESSES, said("won")], 1),
         ("tools", "query", "query_reward", [said("", ("query", {"sql_command": "a"})), said("Yes")], 11),
     ],

@@ -1,4 +1,4 @@
-"""The shape of the code: which folder may import which, late imports, the help and the README."""
+"""The code's structure: the import order of folders, late imports, and the help of flags."""
 
 import ast
 import dataclasses
@@ -16,11 +16,11 @@ import train_ppo
 from minirl.run.flags import flag_name, parse
 from support.jobs import ROOT
 
-# From the ground up: a folder (or a file beside the folders) imports only what stands before it.
+# Bottom up: a folder, or a module next to the folders, imports only from earlier entries.
 ORDER = (
     "errors rollouts files ranks model generation training data rewards report episodes run extras"
 ).split()
-# Parts that can be deleted: the rest imports them late, within functions.
+# Parts that can be deleted: other code imports extras only inside functions.
 EXTRAS = sorted(
     path.stem
     for path in (ROOT / "minirl" / "extras").iterdir()
@@ -33,7 +33,7 @@ HEAVY = (
 
 
 def module_name(path):
-    """The name within the package; "" is the package itself."""
+    """Return a module's name within the package; "" is the package itself."""
     parts = path.relative_to(ROOT / "minirl").with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__")
 
@@ -43,7 +43,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
 
 def imported_names(node):
-    """Everything that an import statement may load, as absolute dotted names."""
+    """Return everything that an import statement may load, as absolute dotted names."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
@@ -53,19 +53,19 @@ def imported_names(node):
 
 
 def imported_modules(nodes):
-    """Modules of the package that these nodes import; a tree stands for all of its nodes, also inside functions."""
+    """Return the package's modules that these nodes import. A tree counts as all its nodes, even inside functions."""
     nodes = ast.walk(nodes) if isinstance(nodes, ast.AST) else nodes
     names = {name for node in nodes for name in imported_names(node)}
     return {name.removeprefix("minirl.") for name in names if name.startswith("minirl.")} & FILES.keys()
 
 
 def folder_of(name):
-    """The folder of a module, or the module itself where it stands beside the folders."""
+    """Return a module's folder, or the module itself if it is next to the folders."""
     return name.partition(".")[0]
 
 
 def statements_at_import(tree):
-    """Nodes that run when the module is imported: all but those in functions, and types for the checker."""
+    """Yield the nodes that run when a module is imported: all but code in functions and under TYPE_CHECKING."""
     waiting = list(tree.body)
     while waiting:
         node = waiting.pop()
@@ -77,7 +77,7 @@ def statements_at_import(tree):
 
 
 def test_no_module_imports_a_higher_folder():
-    """Also inside functions, except for extras. A new folder needs a place in the order.
+    """This holds inside functions too, except for extras. A new folder needs a place in ORDER.
 
     The library never imports a script, a test or a benchmark.
     """
@@ -93,7 +93,7 @@ def test_no_module_imports_a_higher_folder():
 
 
 def test_only_tests_that_bear_an_extras_name_need_it():
-    """At import, those of support included. Within functions a test of the core may use an extra."""
+    """This covers imports at module level, in tests/support too. Inside functions, a core test may use an extra."""
     for path in (ROOT / "tests").rglob("*.py"):
         nodes = statements_at_import(ast.parse(path.read_text()))
         names = {name for node in nodes for name in imported_names(node)}
@@ -104,7 +104,7 @@ def test_only_tests_that_bear_an_extras_name_need_it():
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_without_an_extra_the_rest_trains(extra, tmp_path):
-    """The default run of a copy that lacks it."""
+    """The default run works in a copy without the extra."""
     ignored = shutil.ignore_patterns("__pycache__", extra, f"{extra}.py")
     shutil.copytree(ROOT / "minirl", tmp_path / "minirl", ignore=ignored)
     shutil.copy(ROOT / "train_grpo.py", tmp_path)
@@ -115,7 +115,7 @@ def test_without_an_extra_the_rest_trains(extra, tmp_path):
 
 
 def test_the_logger_needs_little_of_the_library():
-    """Data types that many need live low: to log a step takes neither the engine nor the model."""
+    """Shared data types are in low folders: logging a step imports neither the engine nor the model."""
     waiting, needed = ["report.logger"], set()
     while waiting:
         name = waiting.pop()
@@ -127,7 +127,7 @@ def test_the_logger_needs_little_of_the_library():
 
 
 def test_imports_have_no_cycle():
-    """Within a layer too: the modules can be put in an order where each imports only earlier ones."""
+    """All modules, even within one folder, have an order in which each imports only earlier modules."""
     left = {name: imported_modules(tree) - {name} for name, tree in TREES.items() if name}
     assert sum(map(len, left.values())) > len(left), "the parser found hardly any import"
     assert imported_modules(TREES[""]) == set()
@@ -137,7 +137,7 @@ def test_imports_have_no_cycle():
 
 
 def test_heavy_packages_are_imported_where_they_are_used():
-    """Importing the library loads no tokenizer, no tracker, no hub, no kernels and no FSDP."""
+    """Importing the library loads no tokenizers, trackers, Hub client, kernels or FSDP."""
     for name in FILES:
         found = [
             imported
@@ -149,9 +149,9 @@ def test_heavy_packages_are_imported_where_they_are_used():
 
 
 def test_no_padding_and_no_attention_mask():
-    """No identifier and no key in the code speaks of pad tokens or attention masks."""
+    """No identifier or key in the code mentions pad tokens or attention masks."""
     for name in FILES:
-        # Where transformers' classifiers read their score depends on it, also for one sequence.
+        # transformers' classifiers need the pad token to find the score's position, even for one sequence.
         exempt = {"pad_token_id"} if name == "rewards.reward_model" else set()
         for node in ast.walk(TREES[name]):
             words = {getattr(node, field, None) for field in ("id", "attr", "arg", "name", "value")} - exempt
@@ -174,7 +174,7 @@ def test_help_describes_every_field(config, monkeypatch, capsys):
 
 
 def test_a_misspelt_flag_is_refused_with_the_right_one(capsys):
-    """The exit status says so, and the message has the flag that was meant. Fault 43."""
+    """The exit status is 2, and the message suggests the intended flag. Fault 43."""
     with pytest.raises(SystemExit) as end:
         parse(train_grpo.Config, description="", arguments=["--grop-size", "4"])
     assert end.value.code == 2
@@ -182,7 +182,7 @@ def test_a_misspelt_flag_is_refused_with_the_right_one(capsys):
 
 
 def test_no_file_is_read_that_could_run_code():
-    """torch.load has `weights_only`, and nothing else unpickles (gathers of objects are torch's own). Fault 35."""
+    """torch.load always gets `weights_only`, and no other code unpickles (torch itself gathers objects). Fault 35."""
     for name in FILES:
         for node in ast.walk(TREES[name]):
             assert not {"pickle", "marshal", "shelve", "joblib", "dill"} & set(imported_names(node)), name
@@ -191,13 +191,13 @@ def test_no_file_is_read_that_could_run_code():
 
 
 def test_no_test_file_imports_another():
-    """What several need is in tests/support."""
+    """Code that several test files need is in tests/support."""
     for path in (ROOT / "tests").rglob("*.py"):
         imported = {name for node in ast.walk(ast.parse(path.read_text())) for name in imported_names(node)}
         assert not [name for name in imported if name.startswith(("test_", "tests."))], path
 
 
 def test_benchmarks_import_only_what_the_library_has():
-    """They are run by hand, so a renamed import would go unnoticed. Imports in functions run in test_gpu_check.py."""
+    """Benchmarks run by hand, so a renamed import would go unnoticed. test_gpu_check.py runs imports in functions."""
     for path in (ROOT / "benchmarks").glob("*.py"):
         importlib.import_module(path.stem)

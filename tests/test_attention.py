@@ -1,4 +1,4 @@
-"""The portable kernel against a dense softmax, and decoding from the cache against the packed stream, bit for bit."""
+"""Portable attention equals a dense softmax, and decoding from the cache equals packed attention bit for bit."""
 
 import importlib.util
 import itertools
@@ -25,14 +25,14 @@ WINDOWS = [None, 1, 5, 128, 130]
 
 
 def random_qkv(num_tokens, heads, dim, dtype=torch.float32):
-    """Queries wide enough that the softmax is peaked, so that every key's place and mask matter."""
+    """Return random queries, keys and values. Large queries make the softmax peaked, so every mask matters."""
     shapes = (heads, 2, 2)
     q, k, v = (randn(num_tokens, n, dim, seed=i) for i, n in enumerate(shapes))
     return (2 * q).to(dtype), k.to(dtype), v.to(dtype)
 
 
 def dense_attention(q, k, v, window):
-    """One sequence, [L, H, C] and [L, K, C]: the whole score matrix, key heads repeated, a mask, a softmax."""
+    """Attend within one sequence, q [L, H, C] and k, v [L, K, C], with the full score matrix and repeated heads."""
     length, heads, dim = q.shape
     k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhc,khc->hqk", q, k) / math.sqrt(dim)
@@ -71,9 +71,9 @@ ROUNDING = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 7e-3}
     ids=str,
 )
 def test_packed_attention_and_its_gradients_equal_dense_softmax(dtype, lengths, window, groups):
-    """Ragged sequences, block borders, windows, shared key heads and no tokens: exact in fp64, forward and backward.
+    """Covers ragged sequences, block borders, windows, shared key heads and no tokens. fp64 gradients are exact too.
 
-    fp32 and bf16 differ from the exact result of the same inputs by their own rounding only.
+    fp32 and bf16 outputs differ from the exact result for the same inputs only by rounding.
     """
     dim = 8 if dtype == torch.float64 else 32
     leaves = [x.requires_grad_() for x in random_qkv(sum(lengths), 2 * groups, dim, dtype)]
@@ -88,7 +88,7 @@ def test_packed_attention_and_its_gradients_equal_dense_softmax(dtype, lengths, 
 
 @pytest.mark.parametrize("window", [None, 130])
 def test_non_finite_values_stay_in_their_sequence(window):
-    """A broken sequence is not multiplied by zero into its neighbours: their results keep every bit. Pitfall 2."""
+    """NaN in one sequence never reaches other sequences, whose results keep every bit. Pitfall 2."""
     q, k, v = random_qkv(sum(RAGGED), 4, 8)
     expected = attend_packed(q, k, v, RAGGED, window).split(RAGGED)
     for broken in range(len(RAGGED)):
@@ -104,7 +104,7 @@ def test_non_finite_values_stay_in_their_sequence(window):
 
 
 def dense_varlen(q, k, v, cu_q, cu_k, max_q, max_k, window_size):
-    """The fused kernels' result: each sequence's queries are the last of its keys; [left, 0] keys around them."""
+    """Return the fused kernels' result: queries belong to a sequence's last keys, and the window is [left, 0]."""
     assert cu_q.dtype == cu_k.dtype == torch.int32
     own, lengths = cu_q.diff().tolist(), cu_k.diff().tolist()
     assert (sum(own), sum(lengths)) == (len(q), len(k))
@@ -125,7 +125,7 @@ def dense_varlen(q, k, v, cu_q, cu_k, max_q, max_k, window_size):
 def test_what_the_fused_kernels_are_asked_for_is_what_the_portable_one_computes(
     kernel, window, shares, monkeypatch
 ):
-    """Their queries, keys, limits and windows for shared prompts, with a dense softmax in the kernel's place."""
+    """Covers queries, keys, limits and windows for shared prompts; a dense softmax replaces each fused kernel."""
 
     def flash(q, k, *others, causal, window_size):
         assert causal
@@ -167,8 +167,10 @@ def test_what_the_fused_kernels_are_asked_for_is_what_the_portable_one_computes(
 def test_row_44_a_flash_attn_that_cannot_be_imported_is_not_used_and_said_once(
     source, kernel, note, tmp_path, monkeypatch, capsys
 ):
-    """Torch's kernel takes its place; a folder of that name does not count as the package, and without one nothing is
-    said. It is for 16 bits on CUDA only, and not for all sizes of heads."""
+    """Torch's kernel replaces flash-attn. A folder without code is no package; an absent package prints nothing.
+
+    Fused kernels run only 16-bit dtypes on CUDA, and not all head sizes.
+    """
     cuda = torch.device("cuda")
     if source == "absent" and importlib.util.find_spec("flash_attn") is not None:
         pytest.skip("flash-attn is installed")
@@ -196,7 +198,7 @@ def test_row_44_a_flash_attn_that_cannot_be_imported_is_not_used_and_said_once(
 
 
 def assert_same(got, expected, is_exact):
-    """Bitwise where products are batch-invariant; on another BLAS within 1e-5 (fp32) or bf16's rounding."""
+    """Assert equal bits if products are batch-invariant, otherwise equality within 1e-5 (fp32) or bf16's rounding."""
     if is_exact:
         assert torch.equal(got, expected)
     else:
@@ -208,9 +210,9 @@ def assert_same(got, expected, is_exact):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_decoding_from_the_cache_has_the_bits_of_packed_attention(window, groups, dim, dtype):
-    """Groups of 17 over full blocks beside rows that share nothing, in any order, down to one row; blocks that move.
+    """Covers groups of 17 that share full blocks, rows that share nothing, any order, single rows and moved blocks.
 
-    Free blocks are NaN, and then another row's: neither reaches a result.
+    Free blocks hold NaN, and later another row's keys; neither reaches a result.
     """
     cache, rows = make_cache(window, groups, dim, dtype)
     keys, values = cache.pool.layers[0]
@@ -252,9 +254,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_probe_finds_the_least_number_of_queries_with_the_bits_of_many(name, monkeypatch):
-    """With a library whose products round differently when they are called in some way: None if 16 are too few.
+    """In each case, the matrix library rounds some products differently. None means that 16 queries are too few.
 
-    Torch's bf16 products without bf16 instructions do: a run with them does not claim equal logprobs. Pitfall 38.
+    Without bf16 instructions, torch's bf16 products differ like this, and a run claims no equal logprobs. Pitfall 38.
     """
     has_fault, expected = FAULTS[name]
     config = cached_model("full", torch.float32).config

@@ -1,4 +1,4 @@
-"""What ranks know of each other's rollouts, and how each one reaches the rank that trains on it."""
+"""What ranks know about each other's rollouts, and how a rollout reaches the rank that trains on it."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from minirl.rollouts import RolloutId, all_branches
 from minirl.training.batch import NOT_COMPUTED, Batch, exchange, gather_infos, gather_to_rollouts, pack
 from support.rollouts import in_two_branches, rollout_of, sampled
 
-IDS = [(p, s) for p in (3, 7, 8) for s in range(3)]  # of the nine rollouts below, in order
+IDS = [(p, s) for p in (3, 7, 8) for s in range(3)]  # ids of the nine rollouts below, in order
 
 
 def make_rollout(prompt, sample):
-    """A rollout whose every number follows from its id; the length limit cut off the last of each group."""
+    """Return a rollout whose numbers all follow from its id. The last rollouts of groups 3 and 7 are truncated."""
     first = 100 * prompt
     tokens = np.arange(prompt, prompt + 1 + sample) + first + 10 * sample
     completion = sampled(tokens, logprobs=tokens / -1000, versions=1 + sample)
@@ -28,13 +28,13 @@ def make_rollout(prompt, sample):
 
 @dataclass(frozen=True)
 class TaughtBatch(Batch):
-    """As a fork adds a stream."""
+    """A batch with an additional stream, as a fork may define it."""
 
     taught: Tensor = NOT_COMPUTED
 
 
 def rollouts_of(ids):
-    """Those of three sampled tokens are in two branches; the limit that cut off 8's came after its last branch."""
+    """Return rollouts. With three sampled tokens, a rollout has two branches; group 8's limit follows them."""
     rollouts = [in_two_branches(r) if r.num_sampled == 3 else r for r in starmap(make_rollout, ids)]
     return [
         dataclasses.replace(r, finish_reason=("stop", "length")[r.rollout_id.sample == 2]) for r in rollouts
@@ -42,8 +42,8 @@ def rollouts_of(ids):
 
 
 def exchange_branches(rank, first_share, rank_of):
-    """The exchange of branches with a stream more, and each one's last token, summed again by rollout."""
-    # Rank 0 has the last `first_share`.
+    """Exchange branches with an additional stream; return infos, batch, and branches' last tokens summed by rollout."""
+    # Rank 0 has the last `first_share` rollouts.
     rollouts = rollouts_of(IDS[9 - first_share :] if rank == 0 else IDS[: 9 - first_share])
     rewards = [[r.rollout_id.prompt_ordinal + 0.1, r.rollout_id.sample / 3] for r in rollouts]
     infos = gather_infos(rollouts, torch.tensor(rewards, dtype=torch.float64).view(-1, 2))
@@ -62,10 +62,9 @@ SOME = [-1, 1, 0, -1, 0, 0, -1, 1, 1, -1, 0, 1]
 @pytest.mark.parametrize("rank_of", [[1] * 12, SOME])
 @pytest.mark.parametrize("first_share", [0, 4])
 def test_branches_are_sequences_that_share_a_rollout_and_its_rewards(two_ranks, first_share, rank_of):
-    """In order of their ids; branches of a rollout are trained on any rank or none, with all streams, a fork's own too,
-    and summed again by rollout.
+    """Any rank or none trains on a branch, with all streams, even a fork's; results are summed by rollout.
 
-    Every rank has the numbers of all, every reward to its last bit, whoever holds the rollouts, if any. Pitfall 53.
+    Every rank knows all rollouts' numbers and exact rewards, in id order, even if the rank holds none. Pitfall 53.
     """
     branches = all_branches(rollouts_of(IDS))
     ids = [branch.rollout_id for branch in branches]
@@ -85,7 +84,7 @@ def test_branches_are_sequences_that_share_a_rollout_and_its_rewards(two_ranks, 
         expected = pack([branches[i] for i in own])
         assert [one[:6] for one in batch.sequences] == [one[:6] for one in expected.sequences]
         for name, stream in expected._streams().items():
-            # And the same dtypes.
+            # This compares dtypes too.
             torch.testing.assert_close(getattr(batch, name), stream, rtol=0, atol=0)
         cut_off = [(3, 2, 1), (7, 2, 1)]
         assert batch.is_truncated.tolist() == [ids[i] in cut_off for i in own]
@@ -94,7 +93,7 @@ def test_branches_are_sequences_that_share_a_rollout_and_its_rewards(two_ranks, 
 
 
 def shared_prompts(rank, changed, has_branches=False):
-    """What an exchange shares of two rollouts of one prompt; one token of the second is changed, in all branches."""
+    """Return what two rollouts of a prompt share after an exchange; one token of the second rollout is changed."""
     first, (second,) = make_rollout(7, 2), make_rollout(7, 2).branches
     second.tokens[changed] += 1
     second = dataclasses.replace(second, rollout_id=RolloutId(7, 5))
@@ -106,7 +105,7 @@ def shared_prompts(rank, changed, has_branches=False):
 
 
 def test_the_first_branches_of_a_prompts_rollouts_share_it_and_others_share_nothing(one_rank):
-    """A later branch's prompt, here of as many tokens, is its own."""
+    """A later branch's prompt, here of equal length, is not shared."""
     assert one_rank.run(shared_prompts, 7) == [[(None, 0), (0, 7)]]
     assert one_rank.run(shared_prompts, 7, True) == [[(None, 0), (None, 0), (0, 7), (None, 0)]]
     with pytest.raises(AssertionError, match="begin differently"):

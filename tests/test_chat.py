@@ -1,4 +1,4 @@
-"""Chats: messages after an answer are as the template writes them, prompts show tools, answers are parsed."""
+"""Chats: messages after an answer equal the template's text, prompts show tools, and answers are parsed."""
 
 import itertools
 import json
@@ -37,13 +37,13 @@ CONTENTS = (
     "日本 😀 e\u0301",
     "\x00\x01\u2028",
 )
-# Its name is in the template, too.
+# The template contains the name "end", too.
 LOOKUP = {"type": "function", "function": {"name": "end", "description": "Look up.", "parameters": {}}}
 
 
 @pytest.fixture
 def make(tmp_path):
-    """Make the tokenizer of a template."""
+    """Return a function that makes the tokenizer for a template."""
 
     def make(template, end="<|im_end|>", special=(), **options):
         save_chat_tokenizer(tmp_path, template, end, special)
@@ -57,7 +57,7 @@ def conversation(*new):
 
 
 def written_behind(tokenizer, *new):
-    """The ids of the template's text after an answer, in the real conversation."""
+    """Return the ids of the text that the template writes after an answer in the real conversation."""
     text = tokenizer.render(conversation(*new), "f:1", is_prompt=True)
     return tokenizer.encode_text(text.partition(ANSWER)[2], "f:1")
 
@@ -70,7 +70,7 @@ def test_messages_behind_an_answer_are_what_the_template_writes_there(make, name
     for role, (first, second) in itertools.product(("user", "tool"), itertools.pairwise(CONTENTS)):
         new = [{"role": role, "content": content} for content in (first, second + first)]
         whole = written_behind(tokenizer, *new)
-        # 10 is a line end, with which a stop string may end; <|eot|> ends the answers of other models.
+        # 10 is a newline, which may end a stop string; <|eot|> ends other models' answers.
         for other in {None, 10, eot_id} - {end_id}:
             assert tokenizer.encode_following_messages(new, "f:1", end_id=other) == whole
         rest = whole[whole.index(end_id) + 1 :] if end_id in whole[:2] else whole
@@ -125,7 +125,7 @@ def shown(tokenizer, row):
 
 @pytest.mark.parametrize("message", [*UNKNOWN, CALLING], ids=lambda message: message["role"])
 def test_a_prompts_message_that_the_template_leaves_out_is_refused(make, message):
-    """Roles that it does not know, and calls, also those of a message that the answer is to continue. Fault 22."""
+    """Covers unknown roles and tool calls, even in a message that the answer continues. Fault 22."""
     row = Row([read_message(message, "f:1"), user("a")], {}, "f:1")
     with pytest.raises(InputError, match=rf"^f:1: the chat template of .* does not show .*{message['role']}"):
         make(ONLY_KNOWN).encode(row)
@@ -135,7 +135,7 @@ def test_a_prompts_message_that_the_template_leaves_out_is_refused(make, message
 
 
 def test_messages_are_read_as_users_and_clients_write_them(make):
-    """Null and parts are text, and arguments as text are the object: a template would escape them twice."""
+    """Null and content parts become text, and JSON arguments become objects, which a template would escape twice."""
     asked = user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])
     read = read_prompt([asked, assistant(None, tool_calls=[CALL]), user("c")], "f:1")
     assert read == read_prompt(read, "f:1")
@@ -150,7 +150,7 @@ def test_messages_are_read_as_users_and_clients_write_them(make):
 
 @pytest.mark.parametrize("name", CHAT_TEMPLATES)
 def test_the_token_that_the_template_writes_after_an_answer_ends_the_turns_of_chats(tmp_path, name):
-    """Where the model's files name none that the template writes; not those of texts. Pitfall 14."""
+    """The model's files may name another stop token. Text prompts do not get the template's token. Pitfall 14."""
     template, end = CHAT_TEMPLATES[name]
     save_chat_tokenizer(tmp_path, template, end)
     assert ChatTokenizer(tmp_path).chat_stop_ids == ChatTokenizer(tmp_path).stop_ids
@@ -164,7 +164,7 @@ def test_the_token_that_the_template_writes_after_an_answer_ends_the_turns_of_ch
 
 
 def test_a_rows_tools_are_those_of_its_prompt(make, tmp_path):
-    """A column of them would be lost in silence."""
+    """As a mere column, tools would be lost silently."""
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "hi", "tools": [LOOKUP], "n": 1}))
     (row,) = load_jsonl_task(str(tmp_path / "rows.jsonl"), ()).train_rows
     assert row.columns == {"n": 1}
@@ -239,7 +239,7 @@ GOOD_CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "<tool>"]}}\n</to
     ],
 )
 def test_an_answer_is_read_into_reasoning_content_and_calls(make, text, before, expected):
-    """Also where the tags are special tokens."""
+    """The tags may be special tokens."""
     for special in ((), ("<tool_call>", "</tool_call>", "<think>", "</think>")):
         tokenizer = make(HERMES + CHATML, special=special)
         assert message_of(tokenizer, text, before) == {"role": "assistant", **expected}
@@ -265,7 +265,7 @@ def test_a_call_that_cannot_be_made_is_said_and_the_others_stay(make, call, erro
 
 
 def test_by_default_the_response_template_of_the_tokenizer_reads_answers(make):
-    """Unless the chat template shows a call as Hermes writes it, and there is no response template."""
+    """Without a response template, the chat template must show calls in Hermes format."""
     with pytest.raises(InputError, match=r"its tokenizer has no response template"):
         message_of(make("<tool_call>\n<function=example_function_name>" + CHATML), "hi")  # Qwen3-Coder's
     tokenizer = make(HERMES + CHATML)
@@ -281,14 +281,14 @@ def test_by_default_the_response_template_of_the_tokenizer_reads_answers(make):
     found = {"role": "assistant", "reasoning_content": "a", "content": "b", "tool_calls": [[1]]}
     assert message == found
     assert message_of(tokenizer, "<|im_end|>") == assistant("")
-    # Half a surrogate pair cannot be tokenized when it comes back in a message.
+    # A lone surrogate cannot be tokenized when it returns in a message.
     assert "surrogates" in message_of(tokenizer, '<call>"\\ud800"</call>')["parse_error"]
     tokenizer.backend.response_template = template | {"fields": {}}
     with pytest.raises(InputError, match=r"response template cannot be used: .*fields"):
         check_calls_parsable(tokenizer)
 
 
-# As Qwen3's: an answer without thinking begins with an empty thought; and what changes other parts of a prompt.
+# Like Qwen3's template: without thinking, an answer begins with an empty thought. `style` changes another part.
 THINKING = (
     "{% if style is defined %}{{ style }}\n{% endif %}"
     + CHATML
@@ -299,7 +299,7 @@ NO_THOUGHT = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 def test_template_arguments_reach_prompts_turns_and_answered_prompts_alike(tmp_path):
-    """The flag names what the template does not use. Fault 43."""
+    """An argument that the template does not use is rejected, naming the flag. Fault 43."""
     save_chat_tokenizer(tmp_path, THINKING, "<|im_end|>")
     config_json = json.dumps(RAW_CONFIG | {"vocab_size": 400, "max_position_embeddings": 512})
     (tmp_path / "config.json").write_text(config_json)

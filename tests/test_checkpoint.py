@@ -201,7 +201,7 @@ ON_HOST = {"offload_optimizer": True}
 def test_a_checkpoint_is_restored_bit_for_bit_on_any_number_of_ranks_wherever_its_optimizer_was(
     request, tmp_path, first, second, options, restored_with
 ):
-    """Fault 11: masters, moments, step counts and compute weights; training continues as if it had not been stopped.
+    """Fault 11: masters, moments, step counts and compute weights are restored; training continues as if uninterrupted.
 
     Pitfall 47.
     """
@@ -219,7 +219,7 @@ def test_a_checkpoint_is_restored_bit_for_bit_on_any_number_of_ranks_wherever_it
 
 
 def test_row_08_a_checkpoint_that_cannot_be_read_is_refused_by_name():
-    """A truncated file, another format, other models. Once its folder is deleted, the run resumes from the previous."""
+    """Covers a truncated file, another format and other models. If deleted, the previous checkpoint is used."""
     path = save_steps([1, 2]) / "checkpoints" / "000002" / "resume" / "progress.pt"
     for damaged in (path.read_bytes()[:-100], b"PK\3\4 no archive"):
         path.write_bytes(damaged)
@@ -244,7 +244,7 @@ def test_row_14_two_runs_never_share_a_folder():
 
 
 def test_rows_07_and_47_a_folder_that_cannot_be_a_runs_is_refused_by_name(runs, monkeypatch):
-    """A file, a foreign folder, a folder that cannot be created even by root, and a name that is a path.
+    """Covers a file, a foreign folder, a folder that even root cannot create, and a name that is a path.
 
     Nothing changes in the folder of runs, or next to it.
     """
@@ -266,7 +266,7 @@ def test_rows_07_and_47_a_folder_that_cannot_be_a_runs_is_refused_by_name(runs, 
 
 @contextmanager
 def without_folder(path: Path) -> Iterator[None]:
-    """Replace the checkpoints folder by a file, which makes it unwritable even for root."""
+    """Replace the checkpoints folder with a file, in which even root cannot write."""
     aside = path.rename(path.with_name("aside"))
     path.touch()
     yield
@@ -307,7 +307,7 @@ def test_row_06_a_full_disk_or_unwritable_folder_ends_the_run_with_path_and_caus
     ],
 )
 def test_the_newest_and_the_best_checkpoints_stay(keep, scores, left):
-    """Steps are compared as numbers, also beyond six digits. Among equal scores the later one stays; 0 keeps all."""
+    """Steps are compared as numbers, even beyond six digits. Of equal scores, the later stays; `keep` 0 keeps all."""
     folder = save_steps(range(999_997, 1_000_002), keep=keep, scores=scores)
     assert [int(path.name) - 999_996 for path in checkpoints_in(folder)] == left
     assert resumed_step() == 1_000_001
@@ -322,7 +322,8 @@ def test_row_08_an_unreadable_old_checkpoint_is_kept_and_does_not_fail_a_save():
 
 
 def test_a_scripts_own_state_is_restored_exactly_as_it_was_saved(tmp_path):
-    """Types, dtypes and bits, NaN included, even if the script modifies the values later. Other values are rejected.
+    """Types, dtypes and bits stay, NaN included, even if the script modifies the values later. Other values are
+    rejected.
 
     Fault 48: only the owner can read the run folder, whatever the umask, and resume/ even after a copy.
     """

@@ -1,4 +1,4 @@
-"""config.json with one or two changes: it is refused by name, or means the same as in transformers."""
+"""A config.json with one or two changes is rejected by name, or means the same as in transformers."""
 
 import functools
 import itertools
@@ -18,7 +18,7 @@ from minirl.model.weights import load_replica
 from support.families import CASES, LLAMA3_ROPE, make_checkpoint
 from support.marks import slow
 
-NUM_TOKENS = 40  # more than the windows have
+NUM_TOKENS = 40  # longer than the windows
 THETA = {"rope_theta": 500.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12}
 LLAMA3 = LLAMA3_ROPE | {"original_max_position_embeddings": 16}
@@ -29,7 +29,7 @@ NAMES = [
     *CASES,
     *(f"{name} classifier" for name in ("llama", "qwen2_window_above", "gemma3_text", "smollm3")),
 ]
-# The classes whose keys are added, with their defaults and with other values.
+# Config classes whose keys are added, with default and other values.
 OTHER_CLASSES = (
     "Cohere2 Gemma2 Gemma3Text Granite Llama4Text Mixtral Olmo2 Phi3 Qwen3Next SmolLM3 StableLm".split()
 )
@@ -42,7 +42,7 @@ OTHER_KEYS = (
     "attention_out_bias rope_local_base_freq original_max_position_embeddings hidden_activation".split()
 )
 DROP = object()
-NUM_CHANGED = 20  # 100 of each by hand
+NUM_CHANGED = 20  # use 100 in a manual run
 ACTIVATIONS = ["silu", "gelu", "gelu_pytorch_tanh", "relu2"]
 NUMBERS = [0, -1, 1, 2, 3, 8, 16, 2**40, 0.0, 0.5, 1.0, 500.0, math.nan, math.inf]
 LISTS = [[], [1], *([f"{kind}_attention"] * 2 for kind in ("full", "sliding", "chunked")), [FULL]]
@@ -63,19 +63,19 @@ FAST = ("llama_rope_llama3", "mistral_window")
 
 
 def save_model(folder, name):
-    """Save a case's model; its config.json as transformers writes it, and as it did before version 5."""
+    """Save a case's model; return its config.json as transformers writes it, and as version 4 wrote it."""
     case, _, is_classifier = name.partition(" ")
     make_checkpoint(case, scalar_head=bool(is_classifier)).save_pretrained(folder)
     raw = json.loads((folder / "config.json").read_text())
     rope = dict(raw["rope_parameters"])
-    if "rope_theta" not in rope:  # layers of two kinds have their own
+    if "rope_theta" not in rope:  # each kind of layer has its own theta
         return [raw]
     before = {key: value for key, value in raw.items() if key != "rope_parameters"}
     return [raw, before | {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}]
 
 
 def mutations(raw):
-    """All changes of one key, also within objects: the path to a key, and its new value."""
+    """Return all changes of one key, even inside objects, as (path to the key, new value)."""
     found = []
     for key in dict.fromkeys([*raw, *OTHER_KEYS]):
         others = [keys[key] for _, keys, _ in CASES.values() if key in keys]
@@ -95,13 +95,13 @@ def mutations(raw):
 
 @functools.cache
 def keys_of_other_classes():
-    """The keys of `OTHER_CLASSES` with their defaults."""
+    """Return the keys of `OTHER_CLASSES` with their defaults."""
     configs = [getattr(transformers, f"{name}Config")() for name in OTHER_CLASSES]
     return [item for config in configs for item in config.to_dict().items()]
 
 
 def mutated(raw, changes):
-    """A copy of `raw` with these changes."""
+    """Return a copy of `raw` with these changes."""
     copy = json.loads(json.dumps(raw))
     for path, value in changes:
         place = copy
@@ -118,7 +118,7 @@ def mutated(raw, changes):
 
 @torch.no_grad()
 def outputs_here(folder, scalar_head):
-    """Logits or scores [T, ...] of one sequence, as long as the model's positions allow."""
+    """Return minirl's logits or scores [T, ...] for one sequence, which fits into the model's context."""
     model = load_replica(folder, dtype=torch.float32, scalar_head=scalar_head)
     num_tokens = min(NUM_TOKENS, model.config.max_position_embeddings)
     layout = PackedLayout((Sequence(num_tokens),), torch.device("cpu"))
@@ -128,7 +128,7 @@ def outputs_here(folder, scalar_head):
 
 @torch.no_grad()
 def outputs_there(folder, scalar_head, num_tokens):
-    """The same in transformers."""
+    """Return transformers' logits or scores for the same sequence."""
     auto_class = AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
     model = auto_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     tokens = torch.arange(num_tokens)[None]
@@ -140,10 +140,10 @@ def outputs_there(folder, scalar_head, num_tokens):
 
 
 def verdict(folder, raw, changes):
-    """The fate of the folder: "refused", "equal" to transformers, "unchanged" or an error.
+    """Return the outcome: "refused", "equal" to transformers, "unchanged" or an error.
 
-    Where transformers refuses it for one of the changes, that change may have no part in the model
-    (`use_cache: 0.5`): then it is the model without it.
+    A change that transformers rejects may not concern the model (`use_cache: 0.5`); then the model must equal the model
+    without that change.
     """
     scalar_head = "Classification" in raw["architectures"][0]
     path = folder / "config.json"
@@ -172,9 +172,9 @@ def verdict(folder, raw, changes):
 
 @pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in NAMES])
 def test_a_changed_config_is_refused_or_means_what_it_means_in_transformers(tmp_path, name):
-    """Of every key: left out, another type, zero, far too large, of another family; and keys of other families.
+    """Changes drop a key, or set another type, zero, a huge value or another family's value. Fault 33.
 
-    Fault 33.
+    Other changes add keys from other families.
     """
     rng = random.Random(name)
     wrong = []

@@ -1,4 +1,4 @@
-"""The order of prompts, and a tokenizer whose own BOS and template's BOS must not meet."""
+"""Data: the order of prompts, BOS and EOS tokens, stop strings, and invalid rows."""
 
 import itertools
 import json
@@ -34,7 +34,7 @@ def chat_folder(tmp_path_factory):
 
 @pytest.fixture
 def spoilt_folder(chat_folder, tmp_path):
-    """A copy of the folder with a chat template, to be spoilt."""
+    """Return a copy of the chat template's folder, for the test to corrupt."""
     return Path(shutil.copytree(chat_folder, tmp_path / "folder"))
 
 
@@ -43,9 +43,9 @@ def order(prompts, first, count):
 
 
 def test_each_epoch_is_another_permutation_of_the_rows_in_any_process_and_order_of_asking():
-    """Every row once per epoch, in another order each time and for another seed. Pitfall 57.
+    """Each epoch has every row once; the order differs between epochs and seeds. Pitfall 57.
 
-    A stream read from the middle has the same rows, in any order, over any epochs' border. Fault 12.
+    A stream read from the middle, in any order and across epochs, has the same rows. Fault 12.
     """
     prompts = letter_prompts("a" * 50)
     epochs = [order(prompts, 50 * epoch, 50) for epoch in range(4)]
@@ -55,15 +55,15 @@ def test_each_epoch_is_another_permutation_of_the_rows_in_any_process_and_order_
     again = letter_prompts("a" * 50)
     assert [again.row_index(i) for i in (199, 60, 7)] == [epochs[3][49], epochs[1][10], epochs[0][7]]
     assert again.row(60).origin == f"f:{again.row_index(60) + 1}"
-    # Every hash seed and every version of Python draws these rows.
+    # These rows do not depend on the hash seed or the Python version.
     assert order(letter_prompts("a" * 9, seed=3), 0, 12) == [3, 5, 0, 1, 4, 2, 8, 6, 7, 6, 2, 8]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 7])
 def test_shares_of_the_ranks_are_every_group_once(monkeypatch, world_size):
-    """Any number of ranks makes the same rollouts; the shares differ by at most one group.
+    """Any number of ranks makes the same rollouts; the ranks' group counts differ by at most one.
 
-    Greedy requests follow their group. Here prompts are begun one at a time.
+    Greedy requests follow their group. This test starts prompts one by one.
     """
     prompts = letter_prompts(["a", "bb", "ccc", "dd"])
     monkeypatch.setattr("minirl.data.prompts.world_size", lambda: world_size)
@@ -79,7 +79,7 @@ def test_shares_of_the_ranks_are_every_group_once(monkeypatch, world_size):
 
 
 def test_keys_of_seeds_purposes_epochs_and_samples_are_distinct():
-    """The same row in a later epoch, in evaluation or under another seed gets other noise, as do equal rows.
+    """A row gets different noise in later epochs, in evaluations and under other seeds, and so do equal rows.
 
     Pitfalls 25 and 50.
     """
@@ -95,9 +95,9 @@ CONTINUED = [user("hello"), assistant("one, t")]
 
 
 def test_prompts_get_the_ids_that_transformers_gives_them(spoilt_folder):
-    """Each has one BOS, the tokenizer's or the template's. With `chat` a text is one user message. Pitfall 17.
+    """Each prompt has one BOS, from tokenizer or template. With `chat`, a text becomes a user message. Pitfall 17.
 
-    As in TRL, an answer continues the assistant's last message. tokenizer.json may ask for truncation and padding.
+    As in TRL, an answer continues the assistant's last message. Truncation settings in tokenizer.json have no effect.
     """
     backend = json.loads((spoilt_folder / "tokenizer.json").read_text())
     backend["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
@@ -119,9 +119,9 @@ def test_prompts_get_the_ids_that_transformers_gives_them(spoilt_folder):
 
 
 def test_text_prompts_have_one_bos_and_no_eos_and_answered_ones_one_end_token(tmp_path):
-    """Where the text spells out a BOS, and where the tokenizer ends texts with an EOS. Pitfalls 17 and 18.
+    """Covers texts that spell out a BOS, and tokenizers that append an EOS. Pitfalls 17 and 18.
 
-    A note says so.
+    A note reports the appended EOS.
     """
     for single in ("<bos> $A", "<bos> $A <eos>"):
         save_tokenizer(tmp_path, TEMPLATE, single=single)
@@ -135,7 +135,7 @@ def test_text_prompts_have_one_bos_and_no_eos_and_answered_ones_one_end_token(tm
 
 
 def sentencepiece(first_space):
-    """Single characters, and words with a first space, as SentencePiece has them."""
+    """Return a tokenizer with single characters and space-prefixed words, like SentencePiece's."""
     merges = [tuple(pair.split("+")) for pair in "t+h th+e the+r ther+e ▁+there w+a wa+s ▁+was ▁+▁".split()]
     tokens = (*"abehrstw.0\n▁", *map("".join, merges))
     backend = Backend(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
@@ -157,7 +157,7 @@ def byte_level(adds_space):
 
 
 def unigram():
-    """Reads a newline as a space, and collapses runs of spaces."""
+    """Return a tokenizer that reads newlines as spaces and collapses runs of spaces."""
     tokens = "▁ ▁was ▁there a h e r s w . t".split()
     backend = Backend(models.Unigram([("<unk>", 0.0), *((token, -1.0) for token in tokens)], 0, False))
     backend.normalizer = normalizers.Replace(Regex(r"\s+"), " ")
@@ -177,11 +177,11 @@ def unigram():
     ids=["unigram", "prefix space", "byte level", "prepended", "first", "always", "never"],
 )
 def test_appended_text_is_the_same_text_after_tokens_and_so_is_a_completions(tmp_path, backend):
-    """No first space is added or lost. The text of all is that of the prompt and these."""
+    """No leading space is added or lost. All ids decode to the prompt's text followed by the appended text."""
     PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
     tokenizer = ChatTokenizer(tmp_path)
     prompt = tokenizer.encode_text("there was", "f:1")
-    several = ("    there", "  ", "\nthere", "\n\n a")  # which unigram() makes one
+    several = ("    there", "  ", "\nthere", "\n\n a")  # unigram() collapses these
     is_one = tokenizer.backend.decode(tokenizer.encode_text("a  a", "f:1")) == "a a"
     for text in ("there was", " there", "a there", "was. ", *(() if is_one else several)):
         appended = tokenizer.encode_appended(text, "f:1")
@@ -191,7 +191,7 @@ def test_appended_text_is_the_same_text_after_tokens_and_so_is_a_completions(tmp
 
 
 def test_the_reward_models_template_writes_calls_or_they_are_refused(tmp_path):
-    """The template silently leaves out unknown fields. A result that is a list becomes its text."""
+    """A template silently drops unknown fields. A tool result that is a list becomes text."""
     call = {"type": "function", "function": {"name": "one", "arguments": {}}}
     completion = [
         assistant("wo", tool_calls=[call]),
@@ -217,12 +217,12 @@ def test_the_reward_models_template_writes_calls_or_they_are_refused(tmp_path):
             "{{ raise_exception('no tools') if messages[1].content }}",
             "the chat template of .* rejects the messages: .*no tools",
         ),
-        # What is to be continued is dropped.
+        # The template truncates the message that the answer continues.
         (TEMPLATE.replace("m['content']", "m['content'][:2]"), "the chat template of .*: ValueError"),
     ],
 )
 def test_a_chat_template_that_fails_or_is_missing_is_refused_with_the_row(tmp_path, template, message):
-    """It is a program of the model's folder: whatever it raises, the row and the folder are named. Fault 22."""
+    """A template is code from the model's folder: whatever it raises, the error names row and folder. Fault 22."""
     save_tokenizer(tmp_path, template)
     with pytest.raises(InputError, match=f"^f:1: {message}"):
         ChatTokenizer(tmp_path).encode(Row(CONTINUED, {}, "f:1"))
@@ -236,16 +236,16 @@ def test_a_chat_template_that_fails_or_is_missing_is_refused_with_the_row(tmp_pa
     ],
 )
 def test_a_damaged_file_of_a_tokenizer_is_refused(spoilt_folder, name, content, said):
-    """By its folder, or its file and value. Faults 33 and 36."""
+    """The error names the folder, or the file and value. Faults 33 and 36."""
     (spoilt_folder / f"{name}.json").write_text(content)
     with pytest.raises(InputError, match=said.replace("FOLDER", str(spoilt_folder))):
         ChatTokenizer(spoilt_folder)
 
 
 def test_a_text_is_that_of_its_known_parts_around_each_unknown_id_without_special_tokens(spoilt_folder):
-    """Unknown ids first, last and side by side, none at all; a list or a tensor; spaces before punctuation stay.
+    """Covers unknown ids anywhere, no ids, lists and tensors. Spaces before punctuation stay.
 
-    Ids may have holes: the stop token may have a greater id than there are tokens. Pitfall 6.
+    Ids may have gaps: the stop token's id may exceed the number of tokens. Pitfall 6.
     """
     path = spoilt_folder / "tokenizer.json"
     backend = json.loads(path.read_text())
@@ -271,10 +271,10 @@ def test_stop_ids_are_all_that_the_folder_lists(spoilt_folder):
 
 
 def test_a_turn_ends_with_the_token_whose_text_first_has_a_stop_string(tmp_path):
-    """A bounded tail finds the strings that the whole turn's text has. Pitfall 15.
+    """Searching a bounded tail finds the same strings as searching the whole turn. Pitfall 15.
 
-    Here characters are made of tokens for single bytes, and a text's first space is stripped. A run of such tokens of
-    which one is part of no character is given up, but does not hide a string behind it.
+    Tokens are single bytes here, and a text's first space is stripped. A run of bytes that form no character is skipped
+    and does not hide a later string.
     """
     pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "ab", "b▁a"]
     backend = Backend(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
@@ -282,7 +282,7 @@ def test_a_turn_ends_with_the_token_whose_text_first_has_a_stop_string(tmp_path)
     backend.decoder = decoders.Sequence(parts)
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(tmp_path)
     tokenizer, rng = ChatTokenizer(tmp_path), random.Random(0)
-    # Each byte of the first string is a token here, and its first space would be stripped.
+    # Each byte of the first string is a token, and decoding strips the string's first space.
     stop = StopStrings(tokenizer, [" \né\n\né\n", "ab a</s>", "é\né"])
     singles = (*b"\n", *range(256, max(tokenizer.known_ids) + 2))
     units = [[256, *"\né\n\né\n".encode()], *([i] for i in singles)]
@@ -301,12 +301,12 @@ def test_a_turn_ends_with_the_token_whose_text_first_has_a_stop_string(tmp_path)
     assert stop([stray, [*stray, *"é\né".encode()]]) == [False, True]
 
 
-# Faults: named by file, line and field before a model is loaded.
+# Faults: errors name file, line and field before a model is loaded.
 
 
 @pytest.fixture
 def write(tmp_path):
-    """A file of these lines, by path."""
+    """Return a function that writes lines to a file and returns its path."""
 
     def write_file(*lines):
         (tmp_path / "rows.jsonl").write_bytes(b"\n".join(lines))
@@ -338,13 +338,13 @@ def write(tmp_path):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_bad_line_is_named(write, line, said):
-    """The first one stops the load: file, line, and field or column. Faults 15, 16 and 19."""
+    """The first bad line stops loading; the error names file, line, and field or column. Faults 15, 16 and 19."""
     with pytest.raises(InputError, match=rf"rows\.jsonl:3: {said}"):
         load_jsonl_task(write(GOOD, b"", line, b"{}"), ())
 
 
 def test_a_json_array_is_read_over_several_lines(write):
-    """Behind a BOM too. Errors name the line of the file, or the number of the row."""
+    """The array may follow a BOM. Errors name the file's line or the row's number."""
     path = write(b'\xef\xbb\xbf[{"prompt": "a"},', b' {"prompt":', b'  "b"}]')
     expected = [Row(text, {}, f"{path} row {number}") for number, text in enumerate("ab", 1)]
     assert load_jsonl_task(path, ()).train_rows == expected
@@ -356,20 +356,20 @@ def test_a_json_array_is_read_over_several_lines(write):
 
 @pytest.mark.parametrize("content", [b"", b"\n \n\r\n", b"\xef\xbb\xbf", b"[]"])
 def test_row_18_an_empty_file_is_refused(write, content):
-    """Not a run of 0 steps."""
+    """An empty file must not give a run with 0 steps."""
     with pytest.raises(InputError, match=r"rows\.jsonl: no rows"):
         load_jsonl_task(write(content), ())
 
 
 def test_row_18_few_rows_are_said():
-    """They work; the note has the numbers. Pitfall 57."""
+    """Few rows work, and a note gives the numbers. Pitfall 57."""
     said = ["train: a step takes 16 prompts but there are only 4: it repeats some"]
     assert letter_prompts("abaa").notes(per_step=16) == said
     assert letter_prompts("ab").notes(per_step=2) == letter_prompts("ab").notes() == []
 
 
 def test_row_19_odd_text_is_read_and_rows_stay_aligned(write):
-    """Between a BOM and CRLF, blank lines counted: prompt, columns and place of each row are its own."""
+    """Each row keeps its prompt, columns and line number in a file with a BOM, CRLF and blank lines."""
     texts = [
         " \u05e9 \u202eabc\u202c a\x00b ",
         "a\ud800b",
@@ -378,7 +378,7 @@ def test_row_19_odd_text_is_read_and_rows_stay_aligned(write):
         [{"role": "system", "content": ""}, user("na\u00efve \U0001f600")],
     ]
     lines = [json.dumps({"prompt": text, "answer": i}, ensure_ascii=False) for i, text in enumerate(texts)]
-    # JSON's own escape is all that can write half a surrogate pair.
+    # Only a JSON escape can represent a lone surrogate.
     coded = [line.replace("\ud800", r"\ud800").encode() + b"\r\n" for line in lines]
     path = write(b"\xef\xbb\xbf" + b"\r\n".join(coded))
     expected = [Row(text, {"answer": i}, f"{path}:{1 + 2 * i}") for i, text in enumerate(texts)]
@@ -404,8 +404,9 @@ EMBEDDED = {"vocab_size": ord("z")}
 def test_rows_21_and_36_prompts_with_an_id_too_many_no_tokens_or_too_little_room_are_refused(
     texts, options, said
 ):
-    """By the first row, or by the flags that give room. A larger tokenizer would read outside of the embeddings; one
-    without a BOS may find nothing in a text. Pitfall 6.
+    """The error names the first such row, or the flags that make room. Pitfall 6.
+
+    A tokenizer may have more ids than the model has embeddings; without a BOS, a text may have no tokens.
     """
     with pytest.raises(InputError, match=said):
         letter_prompts(texts, **options)
@@ -417,7 +418,7 @@ def test_prompts_without_rows_or_without_the_tokenizers_last_ids_are_no_error():
 
 
 def test_row_19_a_text_that_cannot_be_tokenized_is_named(tmp_path):
-    """Half of a surrogate pair, as text and in a message."""
+    """Covers a lone surrogate in a text and in a message."""
     save_tokenizer(tmp_path, TEMPLATE)
     for text in ("a\ud800", [user("a\ud800")]):
         with pytest.raises(InputError, match=r"^f:2: the text cannot be tokenized: .*ud800"):
@@ -428,7 +429,7 @@ LONG = ("aaaaaa", "b" * 7, "cc", "d" * 9, "e" * 10, "f" * 99)  # six tokens fit
 
 
 def test_row_20_long_prompts_are_skipped_counted_and_named():
-    """The default; the first three places. One of exactly the limit stays, and rows keep their tokens. Pitfall 55."""
+    """A note names the first three skipped prompts. A prompt of exactly the limit stays. Pitfall 55."""
     prompts = letter_prompts(LONG)
     served = {prompts.row_index(i): (prompts.row(i).prompt, prompts.prompt_ids(i)) for i in range(2)}
     assert served == {0: ("aaaaaa", (97,) * 6), 1: ("cc", (99, 99))}
@@ -438,7 +439,7 @@ def test_row_20_long_prompts_are_skipped_counted_and_named():
 
 
 def test_row_35_a_tokenizer_with_code_of_its_own_is_refused_without_running_it(tmp_path):
-    """No import."""
+    """Nothing is imported."""
     save_tokenizer(tmp_path, TEMPLATE)
     path = tmp_path / "tokenizer_config.json"
     code = {"auto_map": {"AutoTokenizer": ["mine.Mine", None]}, "tokenizer_class": "Mine"}
@@ -451,7 +452,7 @@ def test_row_35_a_tokenizer_with_code_of_its_own_is_refused_without_running_it(t
 
 
 def test_row_36_a_tokenizer_without_an_end_token_is_said():
-    """Completions then end only at the limit; it works. Here the end token has id 7."""
+    """Such a tokenizer works, but completions end only at the limit. Here, the end token has id 7."""
     (said,) = letter_prompts(["\1"], vocab_size=7).notes()
     assert "completions end only at --max-new-tokens" in said
     assert letter_prompts(["\1"], vocab_size=8).notes() == []

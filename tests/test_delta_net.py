@@ -21,7 +21,7 @@ from support.engines import (
 )
 from support.marks import slow
 
-# Around the borders of chunks of 32; with parents that share with another one, even more than their own tokens.
+# Lengths around the borders of 32-token chunks; some parents share a prefix with another sequence themselves.
 SEQUENCES = (
     Sequence(64),
     Sequence(200),
@@ -35,7 +35,7 @@ SEQUENCES = (
 
 
 def tokens_of(sequences):
-    """Random tokens of each sequence, which begin as their parents do."""
+    """Return random tokens for each sequence, which begins like its parent."""
     generator = torch.Generator().manual_seed(0)
     tokens = []
     for length, parent, num_shared in sequences:
@@ -45,7 +45,7 @@ def tokens_of(sequences):
 
 
 def test_sequences_that_share_their_beginning_have_the_bits_and_gradients_of_each_alone():
-    """Also of a parent that shares with another one. Pitfall 65."""
+    """This includes a parent that shares its beginning with another sequence. Pitfall 65."""
     model = cached_model("states", torch.float32)
     is_exact = is_batch_invariant(model.config, torch.float32, CPU)
     sequences = tokens_of(SEQUENCES)
@@ -63,13 +63,14 @@ def test_sequences_that_share_their_beginning_have_the_bits_and_gradients_of_eac
 
 @pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)], ids=str)
 def test_a_reused_slot_holds_nothing_of_the_sequence_before(dtype):
-    """Slots without a sequence are always NaN: a prefill must write its whole slot. Logprobs equal those of training.
+    """Unused slots are filled with NaN, so a prefill must write its whole slot. Logprobs equal training's.
 
     Pitfalls 65 and 66.
     """
     model = cached_model("states", dtype)
     expected = make_engine(model).generate(mixed_requests())
-    # Before the skip: the probe decodes with the same states, so an error in them would look like an inexact machine.
+    # Before the skip: the probe decodes with the same states, so an error in the states would look like an inexact
+    # machine.
     for rollout in expected:
         assert torch.allclose(scores_of(model, [rollout]), pack([rollout]).sample_logprobs, atol=0.1)
     if not is_batch_invariant(model.config, dtype, CPU):
@@ -91,7 +92,7 @@ def test_a_reused_slot_holds_nothing_of_the_sequence_before(dtype):
 
 
 def test_requests_between_turns_give_up_their_slots_where_none_would_run():
-    """Else new requests would wait for replies that wait for them."""
+    """Otherwise, new requests would wait for parked requests, whose replies wait for the new requests."""
     engine = make_engine(cached_model("states", torch.float32), max_running_requests=2)
     requests = [
         make_request(make_prompt(5), number=i, stop_ids=frozenset(), max_new_tokens=4) for i in range(4)

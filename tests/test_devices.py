@@ -1,4 +1,4 @@
-"""No tensor of the host meets one of the device, in sampling, scoring and training; on a device that is pretended."""
+"""Host and device tensors never mix in sampling, scoring and training, tested on a fake CUDA device."""
 
 import dataclasses
 import functools
@@ -45,11 +45,11 @@ def device():
         PretendedCuda(),
     ):
         yield CUDA
-    rope_table.cache_clear()  # it holds tensors that only pretend
+    rope_table.cache_clear()  # the cache holds fake device tensors
 
 
 def test_what_is_pretended_is_noticed_where_it_meets_the_host(device):
-    """The device is one to every operation but a move, and a sum with a number."""
+    """Fake device tensors can be moved and added to numbers; mixing them with host tensors fails."""
     here, there = torch.ones(2), torch.ones(2, device=device)
     assert (
         there.device
@@ -76,9 +76,9 @@ ADAPTERS = Adapters(12, 1.0)
 def test_an_engine_on_a_device_decodes_what_the_host_does(
     device, monkeypatch, capsys, attention, adapters, reads
 ):
-    """Asynchronously, with a plain kernel instead of the decode kernel.
+    """Decoding is asynchronous, with a plain kernel instead of the decode kernel.
 
-    By graphs, of which the first alone returns what torch caches; but not if the model's forward reads from the device.
+    CUDA graphs are used unless the model's forward reads from the device; the first graph empties torch's cache.
     """
     pytest.importorskip("triton")
     monkeypatch.setattr("minirl.extras.kernels.paged_attention.decode", plain_decode)
@@ -100,7 +100,7 @@ def test_an_engine_on_a_device_decodes_what_the_host_does(
 
 
 def test_a_stored_weight_moves_to_the_device_in_its_own_dtype(device):
-    """Torch would cast it on the host, and move the result."""
+    """Torch would cast the weight on the host and move the result."""
     weight = torch.zeros(2, 3, device=device)
     weight.copy_ = mock.Mock()
     fill_parameter(weight, torch.ones(2, 3, dtype=torch.bfloat16), "")
@@ -109,7 +109,7 @@ def test_a_stored_weight_moves_to_the_device_in_its_own_dtype(device):
 
 
 def make_batch():
-    """Three rollouts of two groups, one of them without a loss, with all streams that an objective reads."""
+    """Return a batch of three sequences with all streams that an objective reads."""
     lengths, generator = (9, 2, 140), torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 48, (sum(lengths),), generator=generator)
     mask = torch.cat([torch.arange(length) >= length // 2 for length in lengths])
@@ -140,8 +140,8 @@ OBJECTIVES = {
 def test_an_update_on_a_device_has_the_gradients_of_the_host(
     device, monkeypatch, attention, config, adapters, lengths
 ):
-    """Microbatches, logprobs, loss, metrics and gradients; also of an empty microbatch."""
-    # In backward nothing is pretended, so nothing can be computed again there.
+    """Covers microbatches, logprobs, loss, metrics and gradients, even for an empty microbatch."""
+    # The fake device does not work in backward, so backward must not recompute anything.
     monkeypatch.setattr(
         "minirl.extras.delta_net.layer.checkpoint", lambda function, *args, use_reentrant: function(*args)
     )
@@ -167,9 +167,9 @@ def test_an_update_on_a_device_has_the_gradients_of_the_host(
 
 @pytest.mark.parametrize("lengths", [[0, 1, 2], []], ids=str)
 def test_a_value_model_on_a_device_has_the_values_and_gradients_of_the_host(device, lengths):
-    """Before the update all values at once, and those after the last tokens; then the loss of a microbatch.
+    """All values, also after the last tokens, are scored before the update, followed by the loss of a microbatch.
 
-    Policy and value model share one rope table.
+    Policy and value model share one RoPE table.
     """
     score_at(make_model("mixed", torch.float32), make_batch(), 1.0)
     config = dataclasses.replace(make_model("mixed", torch.float32).config, scalar_head=True)
@@ -197,7 +197,7 @@ def assert_close(expected, got):
 
 
 def updated_on_a_device(rank: int, folder: Path) -> tuple[list[Tensor], list[Tensor]]:
-    """Weights on the device after an update of masters in host memory, and the masters that they are copied from."""
+    """Update masters in host memory; return the device weights, and the masters that were copied to them."""
     model = sharded(folder, torch.bfloat16, offload_optimizer=True)
     optimizer = adamw(model, 0.1)
     with PretendedCuda():
@@ -217,7 +217,7 @@ def updated_on_a_device(rank: int, folder: Path) -> tuple[list[Tensor], list[Ten
 def test_masters_in_host_memory_are_updated_there_and_copied_to_the_weights_of_the_device(
     two_ranks, tmp_path
 ):
-    """The norm, clipping and AdamW meet nothing of the device; the shards of all ranks come together there.
+    """Norm, clipping and AdamW run on the host; all ranks' shards are gathered on the device.
 
     Pitfall 47.
     """

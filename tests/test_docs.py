@@ -1,4 +1,4 @@
-"""The tables in docs/ are those of the code: metrics, exit codes, presets."""
+"""Docs match the code: metrics, exit codes, presets, flags and links. Code blocks run."""
 
 import inspect
 import json
@@ -41,7 +41,7 @@ def few(completion_ids):
     return [None if len(ids) % 2 else -float(len(ids)) for ids in completion_ids]
 """
 
-# An agent as in another language.
+# This program stands in for an agent in another language.
 PROGRAM = """
 import json, os, sys, urllib.request
 body = {"model": "any", "messages": [{"role": "user", "content": sys.stdin.read()}]}
@@ -52,7 +52,7 @@ print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["conte
 
 
 def table(name):
-    """The rows of all tables of a page, as lists of cells."""
+    """Return the rows of all tables on a page, as lists of cells."""
     rows = [
         line.strip("|").split("|") for line in (DOCS / name).read_text().splitlines() if line.startswith("|")
     ]
@@ -61,7 +61,7 @@ def table(name):
 
 @pytest.mark.parametrize("name", ["grpo", slow("ppo")])
 def test_every_metric_of_a_run_is_documented(one_rank, runs, tmp_path, name):
-    """With KL terms, several rewards that do not always apply, and an evaluation."""
+    """The runs have KL terms, several rewards that do not always apply, and an evaluation."""
     (tmp_path / "mine.py").write_text(REWARDS)
     script, flags = RUNS[name]
     rewards = f"--reward {tmp_path}/mine.py:some {tmp_path}/mine.py:few"
@@ -77,7 +77,7 @@ def test_every_metric_of_a_run_is_documented(one_rank, runs, tmp_path, name):
 
 
 def test_every_exit_code_is_documented():
-    """Those of the errors that a run ends with on purpose, and no other number below 128."""
+    """The table lists exit code 1 and the codes of all errors that end a run on purpose."""
     classes = [error for _, error in inspect.getmembers(errors, inspect.isclass)]
     codes = {error.exit_code for error in classes if hasattr(error, "exit_code")}
     documented = {int(code) for row in table("operation.md") for code in re.findall(r"^\d+$", row[0])}
@@ -85,7 +85,7 @@ def test_every_exit_code_is_documented():
 
 
 def test_the_table_of_algorithms_has_the_presets_and_what_they_set():
-    """Name by name and flag by flag; each flag that a page names exists."""
+    """The table has every preset, with all of its flags and values."""
     rows = {row[0].strip("`"): row[2] for row in table("algorithms.md")[1:]}
     assert list(rows) == list(train_grpo.ALGORITHMS)
     for name, preset in train_grpo.ALGORITHMS.items():
@@ -101,7 +101,7 @@ def test_the_table_of_algorithms_has_the_presets_and_what_they_set():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_every_flag_that_a_page_names_exists(page):
-    """Of the scripts, of torchrun, of pytest, of ruff or of the commands that show a run."""
+    """Flags belong to the scripts, torchrun, pytest, ruff or the commands that show a run."""
     fields = {**train_grpo.Config.__dataclass_fields__, **train_ppo.Config.__dataclass_fields__}
     known = set(map(flag_name, fields)) | {"--samples", "--top-k", "--top-p"}
     known |= {*"--standalone --nproc-per-node --nnodes --signals-to-handle --max-restarts".split()}
@@ -113,7 +113,7 @@ def test_every_flag_that_a_page_names_exists(page):
 
 
 def anchors(page):
-    """Of the headings of a page, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
@@ -131,7 +131,7 @@ def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
 
 
 def test_the_map_has_every_folder_and_module_of_the_library_and_no_file_that_is_gone():
-    """Of those that stand in the package itself; files are named anywhere in README and AGENTS."""
+    """The map lists the modules at the top of the package. README and AGENTS name only files that exist."""
     text = (ROOT / "README.md").read_text()
     (shown,) = re.findall(r"## Map\n.*?```\n(.*?)```", text, re.DOTALL)
     folders = {f"minirl/{path.parent.name}/" for path in (ROOT / "minirl").glob("*/__init__.py")}
@@ -144,7 +144,7 @@ def test_the_map_has_every_folder_and_module_of_the_library_and_no_file_that_is_
 
 
 def test_the_loop_that_the_readme_shows_is_the_script_s():
-    """Shortened: each of its lines stands in `main`, in this order."""
+    """The README abridges the loop: each shown line is in `main`, in the same order."""
     (shown,) = re.findall(r"```python\n(for step .*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     lines = iter(inspect.getsource(train_grpo.main).splitlines())
     missing = [line for line in shown.splitlines() if f"    {line}" not in lines]
@@ -152,7 +152,7 @@ def test_the_loop_that_the_readme_shows_is_the_script_s():
 
 
 def test_the_phases_that_a_page_names_are_those_of_the_scripts():
-    """In the report of a hang."""
+    """The page names a phase in the report of a hang."""
     phases = set(re.findall(r'metrics\.begin\("(\w+)"\)', inspect.getsource(train_grpo)))
     named = re.findall(r"step \d+, phase (\w+)", (DOCS / "operation.md").read_text())
     assert named
@@ -160,18 +160,18 @@ def test_the_phases_that_a_page_names_are_those_of_the_scripts():
 
 
 def python_blocks(name):
-    """The Python of a page."""
+    """Return a page's Python blocks."""
     return re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), re.DOTALL)
 
 
 def block_with(text, page):
-    """The one block of a page that has this text."""
+    """Return the only block of a page that contains this text."""
     (source,) = (block for block in python_blocks(page) if text in block)
     return source
 
 
 def names_of(text, page):
-    """The names that the page's block with this text defines."""
+    """Run the page's block that contains this text; return the names that it defines."""
     names = {}
     exec(block_with(text, page), names)
     return names
@@ -185,7 +185,7 @@ def test_the_notebook_of_a_page_runs(tmp_path, monkeypatch, capsys):
 
 
 def rollouts_of(rollout, rewards):
-    """Twelve, in a chat."""
+    """Return twelve rollouts of a chat."""
     collector = make_collector(chat_prompts(200), functions=rewards or None, rollout=rollout)
     return collector.collect(4).rewarded.rollouts
 
@@ -195,7 +195,7 @@ ROLLOUTS = [block for block in python_blocks("episodes.md") if "def rollout" in 
 
 @pytest.mark.parametrize("source", ROLLOUTS, ids=range(len(ROLLOUTS)))
 def test_the_rollouts_of_a_page_run(monkeypatch, source):
-    """In a chat, in which no message can be parsed."""
+    """No message of the chat can be parsed."""
     parsed = assistant("", parse_error="no end")
     monkeypatch.setattr("minirl.data.answers.parse_answer", lambda tokenizer, ids, before: parsed)
     names = {
@@ -218,7 +218,7 @@ def test_a_reward_of_groups_on_a_page_runs():
 
 @pytest.fixture
 def load(tmp_path):
-    """`load(line, name, before)`: the page's block with this line, after `before`."""
+    """Return a function that loads a page's block with this line, preceded by the code `before`."""
 
     def load_block(line, name, before="", kind="rollout"):
         file = tmp_path / f"{name}.py"
@@ -234,7 +234,7 @@ def load(tmp_path):
     [("import openai", "agent", "openai"), ("run_program(", "agent", "json")],
 )
 def test_the_agents_of_a_page_get_their_answers_and_are_rewarded(load, tmp_path, line, name, package):
-    """The program is Python's instead of node's, which the path finds first."""
+    """A Python program named node comes first on the path."""
     pytest.importorskip(package)
     program = tmp_path / "node"
     program.write_text(f"#!{sys.executable}\n{PROGRAM}")
@@ -259,7 +259,7 @@ FIRST_HOUR = (DOCS / "first_hour.md").read_text()
 
 
 def write_block(folder, source):
-    """Write a block into the file that its first line names, of a script before the last lines, which run it."""
+    """Append a block to the file that its first line names; in a script, insert the block before the main guard."""
     file = folder / source.split()[1]
     head, guard, tail = (file.read_text() if file.exists() else "").partition("if __name__")
     file.write_text(head + source + guard + tail)
@@ -267,7 +267,7 @@ def write_block(folder, source):
 
 @pytest.mark.slow
 def test_every_command_of_the_first_hour_runs(tmp_path):
-    """In order, each training run for two steps; the hub's model is a folder without weights, its data a file."""
+    """Commands run in order; training runs take two steps. A folder without weights and a file replace the Hub."""
     shutil.copy(ROOT / "train_grpo.py", tmp_path)
     model = tmp_path / "Qwen" / "Qwen2.5-1.5B-Instruct"
     save_tokenizer(model, TEMPLATE)

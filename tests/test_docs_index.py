@@ -1,7 +1,7 @@
 """The numbered rows of tests/faults.md and tests/pitfalls.md have tests, and tests name rows that exist.
 
-A test says which rows it holds: `row_12` in its name, `row-12` in a parameter's id, or "Fault 12" or "Pitfall 17" in
-its docstring. So tests may move from file to file.
+A test names the rows that it covers: `row_12` in its name, `row-12` in a parameter's id, or "Fault 12" or "Pitfall 17"
+in its docstring. Tests may therefore move between files.
 """
 
 import re
@@ -22,7 +22,7 @@ REASONS = ("out of scope", "does not apply")
 
 
 def rows_of(document: str) -> dict[int, str]:
-    """The numbered rows of a document's tables."""
+    """Return the numbered rows of a document's tables."""
     lines = (ROOT / document).read_text().splitlines()
     rows = [(int(line.split("|")[1]), line) for line in lines if re.match(r"\| *\d+ *\|", line)]
     assert len(rows) == len(dict(rows)), f"{document} has a number twice"
@@ -30,7 +30,7 @@ def rows_of(document: str) -> dict[int, str]:
 
 
 def named_by_tests(document: str) -> set[int]:
-    """The rows that test files name."""
+    """Return the numbers of the rows that test files name."""
     files = {*(ROOT / "tests").rglob("test_*.py")} - {Path(__file__)}
     text = " ".join(" ".join(path.read_text().split()) for path in files)
     lists = [found for pattern in NAMED[document] for found in re.findall(pattern, text)]
@@ -39,7 +39,7 @@ def named_by_tests(document: str) -> set[int]:
 
 @pytest.mark.parametrize("document", COUNTS)
 def test_every_row_has_a_test_or_says_why_not(document):
-    """Each number is there once, with its three cells; a row whose last test is renamed or removed is noticed."""
+    """Each number occurs once, with three cells. Renaming or removing a row's last test fails here."""
     rows = rows_of(document)
     assert len(rows) == COUNTS[document]
     assert [line for line in rows.values() if line.count("|") != 4] == []

@@ -1,4 +1,4 @@
-"""`--dry-run` says what can be checked by hand, loads and writes nothing, and refuses what does not fit."""
+"""`--dry-run` prints a plan that can be checked by hand, writes nothing, and rejects runs that do not fit."""
 
 import contextlib
 import io
@@ -25,7 +25,7 @@ FLAGS_THAT_HELP = "--model.*--nproc-per-node.*--offload-optimizer.*--max-tokens-
 
 @pytest.fixture
 def flags(tmp_path):
-    """Of a model's config: a folder without weights, data with a prompt of 300 tokens, a reward."""
+    """Return a function that makes flags for a config.json: a model folder, data with a long prompt, a reward."""
 
     def of_model(raw):
         save_tokenizer(tmp_path / "model")
@@ -38,7 +38,7 @@ def flags(tmp_path):
 
 
 def dry_run(module, flags):
-    """The script's output."""
+    """Return the script's output."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert module.main(read_config(module, [flags, "--dry-run"])) == 0
     return printed.getvalue()
@@ -46,10 +46,11 @@ def dry_run(module, flags):
 
 LARGE = "--max-new-tokens 4096 --offload-optimizer"
 STALE = "--gpus 2x80 --prompts-per-step 16 --max-new-tokens 1024 --max-staleness 8"
-# By hand, a billion bytes each. 7B: P = 7.6156e9, of which 2 x 152,064 x 3,584 are embedding and head.
+# Numbers in GB, computed by hand. 7B: P = 7.6156e9, of which 2 x 152,064 x 3,584 are embedding and head.
 CASES = {
-    # 2 P, 12 P / 8, 4 P / 8; a rank decodes 128 completions, and a greedy one of each of 16 prompts; a cached token
-    # takes 4 x 28 x 512 bytes, and a trained one keeps 28.4 x 171 kB, so that the cache has no room beside an update.
+    # The sizes are 2 P, 12 P / 8 and 4 P / 8. A rank decodes 128 completions, and a greedy completion for each of 16
+    # prompts. A cached token takes 4 x 28 x 512 bytes, and a trained token keeps 28.4 x 171 kB, so the cache has no
+    # room during an update.
     "7B on 8": (
         train_grpo,
         QWEN_7B,
@@ -58,11 +59,11 @@ CASES = {
         | {"cache_tokens": 144 * (812 + 128), "cache": 7.76},
         "recompute_layers False, shard_gradients True",
     ),
-    # A token keeps 2 D bytes between layers and 1.4 x 171 kB in one; then come the head's gradients in bf16.
+    # A token keeps 2 D bytes between layers and 1.4 x 171 kB within a layer; the head's gradients are bf16.
     "recomputed": (train_grpo, QWEN_7B, "--gpus 8x80 --recompute-layers on", {"activations": 4.7}, ""),
-    # Gradients of embedding and head, in bf16 and in fp32, are more than the activations that are gone by then.
+    # The embedding's and head's gradients, in bf16 and fp32, exceed the activations, which are freed by then.
     "sharded": (train_grpo, QWEN_7B, "--gpus 8x60 --recompute-layers on", {"activations": 6.54}, ""),
-    # Sums on the host would wait for each microbatch.
+    # Gradient sums on the host would wait for each microbatch.
     "on the host": (
         train_grpo,
         QWEN_7B,
@@ -70,7 +71,7 @@ CASES = {
         {"weights": 15.2, "gradients": 30.5},
         "recompute_layers True, shard_gradients False",
     ),
-    # Whole weights of 65.5 fit into no card; from shards a rank holds embedding and head, and an eighth of the layers.
+    # Full weights (65.5 GB) fit into no GPU; with shards, a rank holds embedding, head and an eighth of the layers.
     "32B from shards": (
         train_grpo,
         QWEN_32B,
@@ -78,9 +79,9 @@ CASES = {
         {"weights": 10.9},
         "shard_weights True",
     ),
-    # Less 2 x 128 rows: it is cut to the policy's vocabulary.
+    # The teacher is cut to the policy's vocabulary, by 2 x 128 rows.
     "a teacher": (train_grpo, QWEN_05B, "--gpus 1x80 --teacher {}/teacher", {"a frozen model": 15.2}, ""),
-    # 0.494e9 parameters each. With adapters of 16 x 549,888 parameters the critic shares the policy's base.
+    # Both models have 0.494e9 parameters. With adapters (16 x 549,888 parameters), the critic shares the policy's base.
     "a critic": (train_ppo, QWEN_05B, "--gpus 1x80", {"weights": 1.98, "masters and moments": 11.9}, ""),
     "adapters": (
         train_ppo,
@@ -89,14 +90,14 @@ CASES = {
         {"weights": 1.01, "gradients": 0.0704},
         "",
     ),
-    # A rank has 8 completions and a greedy one of 8 prompts, and those of the next step of 16.
+    # A rank has 8 prompts with 9 completions each, one of them greedy, and as many for the next step.
     "partial": (train_grpo, QWEN_05B, STALE, {"cache_tokens": 144 * (1324 + 128)}, ""),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_plan_equals_the_numbers_by_hand(flags, tmp_path, case):
-    """In ten lines, with the first prompt as the model reads it."""
+    """The plan has at most ten lines and shows the first prompt as the model reads it."""
     module, raw, more, numbers, sizes = CASES[case]
     model = flags(raw)
     shutil.copytree(tmp_path / "model", tmp_path / "teacher")
@@ -127,7 +128,7 @@ def test_the_plan_equals_the_numbers_by_hand(flags, tmp_path, case):
     ],
 )
 def test_row_38_what_does_not_fit_is_refused_with_the_flags_to_change(flags, tmp_path, more, refusal):
-    """The models themselves, a size that was given, or the texts of a reward model."""
+    """Models, a given size, or a reward model's texts may not fit."""
     model = flags(QWEN_05B)
     shutil.copytree(tmp_path / "model", tmp_path / "judge")
     judge = {**QWEN_05B, "architectures": ["Qwen2ForSequenceClassification"], "max_position_embeddings": 800}
@@ -137,7 +138,7 @@ def test_row_38_what_does_not_fit_is_refused_with_the_flags_to_change(flags, tmp
 
 
 def test_weights_of_another_model_are_refused(flags, embedded_model, tmp_path):
-    """By their names, as in a run."""
+    """The error names missing tensors, as in a run."""
     more = flags(QWEN_05B)
     shutil.copy(embedded_model / "model.safetensors", tmp_path / "model")
     with pytest.raises(InputError, match="missing tensors"):
@@ -145,18 +146,18 @@ def test_weights_of_another_model_are_refused(flags, embedded_model, tmp_path):
 
 
 def test_nothing_is_made(tmp_path, monkeypatch):
-    """Of the embedded model on this machine, whatever it has."""
+    """The bundled model is planned on this machine, whatever its memory."""
     monkeypatch.setenv("MINIRL_RUNS", str(tmp_path / "runs"))
     printed = dry_run(train_ppo, "")
     assert "592,768 parameters, torch.float32 on 1 x cpu" in printed
     assert "max_tokens_per_microbatch 8192, recompute_layers False" in printed
-    with pytest.raises(InputError, match="must call print_plan"):  # a fork that lacks it
+    with pytest.raises(InputError, match="must call print_plan"):  # in a fork without the call
         Setup(train_ppo.Config(dry_run=True), name="fork")
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_resumed_run_sums_gradients_as_it_began_to(one_rank, runs):
-    """Microbatches and sharding, whatever memory there is now: otherwise sums would round differently.
+    """Microbatch size and sharding stay, whatever memory is free now; otherwise sums would round differently.
 
     The microbatch still grows to fit the longest sequence of the new flags. The wandb run continues.
     """
@@ -177,7 +178,7 @@ def test_a_resumed_run_sums_gradients_as_it_began_to(one_rank, runs):
 
 
 def test_row_38_a_run_that_cannot_fit_is_refused_before_models_are_loaded(one_rank, runs):
-    """It finds a megabyte free, and leaves no folder. With all sizes given it starts: they may be known better."""
+    """With a free megabyte, a run leaves no folder. If flags give all sizes, the run starts: users may know better."""
     machine = Machine("cpu", num_ranks=1, free_bytes=1e6)
     how = {"runs": runs, "under": partial(mock.patch, "minirl.run.setup.this_machine", return_value=machine)}
     with pytest.raises(AssertionError, match=r"InputError: the run does not fit into 0.001 GB"):

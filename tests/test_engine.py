@@ -1,4 +1,4 @@
-"""The engine: a rollout depends on its request and the weights alone, and its logprobs are those of scoring."""
+"""Engine: a rollout depends only on request and weights, and its logprobs equal the scoring pass's."""
 
 import functools
 import itertools
@@ -32,7 +32,7 @@ from support.engines import (
 )
 from support.marks import slow
 
-# Both kinds of attention in bf16 too; states in bf16 are in test_delta_net.py.
+# bf16 covers both kinds of attention; test_delta_net.py covers bf16 states.
 VARIANTS = [("mixed", torch.float32), slow("mixed", torch.bfloat16)]
 VARIANTS += [slow(attention, torch.float32) for attention in WINDOWS if attention != "mixed"]
 for_every_model = pytest.mark.parametrize(
@@ -42,7 +42,7 @@ for_every_model = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """What a cache holds before anything is stored is garbage."""
+    """Fill new caches with garbage."""
 
     def make(cache, make=KVCache.pool.func):
         pool = make(cache)
@@ -55,7 +55,7 @@ def poisoned(monkeypatch):
 
 @functools.cache
 def expected_rollouts(attention: str, dtype: torch.dtype) -> list[Rollout]:
-    """The rollouts of `mixed_requests` from an engine with room for all."""
+    """Return the rollouts of `mixed_requests` from an engine with room for all requests."""
     rollouts = make_engine(cached_model(attention, dtype)).generate(mixed_requests())
     assert len({len(r.completion) for r in rollouts}) > 8, "lengths do not vary"
     assert {r.finish_reason for r in rollouts} == {"stop", "length"}
@@ -64,7 +64,7 @@ def expected_rollouts(attention: str, dtype: torch.dtype) -> list[Rollout]:
 
 @functools.cache
 def tolerance_for(config: ModelConfig, dtype: torch.dtype) -> float:
-    """0 where every product of this model gives a row the same bits in any batch, else what rounding allows."""
+    """Return 0 if all products of this model are batch-invariant, otherwise a tolerance for rounding errors."""
     if is_batch_invariant(config, dtype, CPU):
         return 0.0
     print(f"not bitwise: this machine's {dtype} matrix products depend on the number of rows")
@@ -76,7 +76,7 @@ def tolerance(model: Transformer) -> float:
 
 
 def assert_same(got: Sequence[Rollout], expected: Sequence[Rollout], model: Transformer) -> None:
-    """The same rollouts in any order: bit for bit, or in logprobs up to rounding."""
+    """Assert that the rollouts are the same in any order, bit for bit, or with logprobs equal up to rounding."""
     allowed = tolerance(model)
     if allowed > 1e-5:
         pytest.skip("bf16 products of this machine depend on the number of rows, so rollouts may too")
@@ -95,8 +95,10 @@ def assert_same(got: Sequence[Rollout], expected: Sequence[Rollout], model: Tran
 
 @for_every_model
 def test_sampled_logprobs_equal_scoring_logprobs(attention, dtype):
-    """Training recomputes the engine's logprobs bit for bit, each at its own temperature, over the borders of cache
-    blocks and past the window, while rows finish and free their blocks. Pitfalls 4 and 38."""
+    """Scoring gives the engine's logprobs bit for bit at every temperature. Pitfalls 4 and 38.
+
+    Sequences cross block borders and windows, while other rows finish and free their blocks.
+    """
     model = cached_model(attention, dtype)
     longer = [
         make_request(make_prompt(n), number=n, max_new_tokens=40, stop_ids=frozenset()) for n in (1, 230)
@@ -106,9 +108,7 @@ def test_sampled_logprobs_equal_scoring_logprobs(attention, dtype):
         for request, temperature in zip(mixed_requests() + longer, itertools.cycle((0.7, 1.0, 1.3, 0.0)))
     ]
     rollouts = make_engine(model).generate(requests)
-    assert [len(r.completion) for r in rollouts[-2:]] == [40, 40], (
-        "they have a limit of their own and no stop ids"
-    )
+    assert [len(r.completion) for r in rollouts[-2:]] == [40, 40], "these requests have no stop ids"
     sampled = pack(rollouts).sample_logprobs
     assert sampled.std() > 0.5, "the model is too certain, or too uncertain, for the comparison to mean much"
     scored = scores_of(model, rollouts)
@@ -129,9 +129,11 @@ SCHEDULES = {
 @for_every_model
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_rollouts_do_not_depend_on_the_schedule(attention, dtype, name):
-    """Small prefills, rows that are thrown out and recomputed, tokens that are read one step late, what a graph would
-    replay (called instead), and groups torn apart that arrive while others decode change no bit and sample no token
-    twice. Pitfalls 11 and 51."""
+    """No schedule changes a bit or samples a token twice. Pitfalls 11 and 51.
+
+    Covers small prefills, preempted rows, tokens that are read one step late, padded steps as in CUDA graphs (called
+    eagerly), and split groups that arrive while others decode.
+    """
     options = SCHEDULES[name]
     is_late = "late" in name
     model = cached_model(attention, dtype)
@@ -161,7 +163,7 @@ def test_rollouts_do_not_depend_on_the_schedule(attention, dtype, name):
     num_decoded = stats.decode_tokens - stats.discarded_tokens
     num_prefilled_rows = len(rollouts) + stats.preemptions  # each sampled one token
     assert num_decoded + num_prefilled_rows == sum(len(r.completion) for r in rollouts), "sampled twice"
-    # Each stop token that is not the last one allowed costs a row.
+    # Each stop token before the limit costs one discarded row.
     stopped = sum(r.finish_reason == "stop" and len(r.completion) < 32 for r in rollouts)
     assert stats.discarded_tokens == is_late * stopped
     assert stats.wasted_tokens == stats.computed_tokens - num_decoded
@@ -169,8 +171,7 @@ def test_rollouts_do_not_depend_on_the_schedule(attention, dtype, name):
 
 @for_every_model
 def test_rollouts_in_parts_go_on_as_if_nothing_had_happened(attention, dtype):
-    """Again and again, on one of two engines at equal weights: each token carries the version of the phase that
-    sampled it. Pitfall 40."""
+    """Rollouts alternate between two engines with equal weights; a token has the version of its phase. Pitfall 40."""
     model = cached_model(attention, dtype)
     engines = [make_engine(model, max_running_requests=n, async_decoding=True) for n in (20, 9)]
     rollouts, unfinished = [], mixed_requests()
@@ -212,8 +213,10 @@ def endless_rollouts() -> list[Rollout]:
 @pytest.mark.parametrize("limit", [slow(1), slow(2), 32])
 @pytest.mark.parametrize("stop_ids", [{3}, STOP_IDS, set(range(0, VOCAB, 2))], ids=["one", "three", "half"])
 def test_a_rollout_is_the_endless_one_cut_behind_its_first_stop_token_or_at_its_limit(limit, stop_ids):
-    """Each listed id stops; the stop token is kept as the last, sampled one; nothing follows. The limit counts sampled
-    tokens, whatever the prompt's length. Pitfalls 13, 14 and 55."""
+    """Each listed id stops a rollout, and the stop token is kept as the last sampled token. Pitfalls 13, 14 and 55.
+
+    The limit counts sampled tokens, whatever the prompt's length.
+    """
     requests = [replace(r, stop_ids=frozenset(stop_ids), max_new_tokens=limit) for r in mixed_requests()]
     rollouts = make_engine(cached_model("full", torch.float32)).generate(requests)
     ends = set()
@@ -241,9 +244,9 @@ def test_a_rollout_is_the_endless_one_cut_behind_its_first_stop_token_or_at_its_
     ids=["positions", "cache"],
 )
 def test_a_request_that_cannot_be_served_is_refused_by_name_and_leaves_nothing_behind(request_, message):
-    """ValueError with the number and the limit; its companions are not queued either, and no cache is kept.
+    """The ValueError has the number and the limit; other requests are not queued either, and no cache is kept.
 
-    With one token less it is served to its end.
+    With one token less, the request is served to its end.
     """
     cache_tokens = 256 if "cache" in message else 8192
     engine = make_engine(cached_model("full", torch.float32), cache_tokens=cache_tokens)
@@ -258,7 +261,7 @@ def test_a_request_that_cannot_be_served_is_refused_by_name_and_leaves_nothing_b
 
 @pytest.mark.parametrize(("prompt", "max_new_tokens"), [([], 5), ([1], 0)])
 def test_a_request_that_leaves_nothing_to_sample_from_or_to_sample_is_refused(prompt, max_new_tokens):
-    """With the reason, before it takes a row."""
+    """The error has the reason and comes before the request takes a row."""
     with pytest.raises(ValueError, match=r"the prompt is empty|max_new_tokens 0 leaves no token"):
         make_engine(cached_model("full", torch.float32)).submit(
             [make_request(prompt, max_new_tokens=max_new_tokens)]
@@ -271,8 +274,10 @@ def test_a_request_that_leaves_nothing_to_sample_from_or_to_sample_is_refused(pr
 @for_every_model
 @pytest.mark.parametrize("how", ["keeps_cache async_decoding cuda_graphs", slow("")])
 def test_new_weights_never_meet_an_old_cache(attention, dtype, how):
-    """After weights change in place, a used engine gives the rollouts of a fresh one, even if it keeps the memory
-    of its cache and the graphs that read it. Pitfalls 10 and 11."""
+    """After weights change in place, a used engine gives a fresh engine's rollouts. Pitfalls 10 and 11.
+
+    This holds even if the engine keeps its cache's memory and the graphs that read the cache.
+    """
     model = make_model(attention, dtype)
     engine = make_engine(model, cache_tokens=4096, **dict.fromkeys(how.split(), True))
     before = run(engine, mixed_requests())

@@ -19,7 +19,7 @@ from support.texts import TOKENS, save_tokenizer
 
 EXAMPLES = ROOT / "docs" / "examples"
 TURN_REWARDS = ROOT / "docs" / "objectives" / "turn_rewards.diff"
-# Modules with the interface of packages that are not installed. They lie beside the example.
+# Stand-ins for packages that are not installed, written next to the example.
 STAND_INS = {
     "openenv_client.py": (
         "openenv/core/generic_client.py",
@@ -107,7 +107,7 @@ def get_score_answer_fn(name):
     return lambda answer, entry: float(answer == entry["answer"])
 """,
     ),
-    # An environment for the package, whose own `null` harness runs without the network that `uv` would need.
+    # A verifiers environment; the package's `null` harness runs without `uv`, which would need the network.
     "verifiers_env.py": (
         "sort_letters.py",
         """
@@ -145,7 +145,7 @@ class Letters(vf.Taskset[Sort, vf.TasksetConfig]):
 """,
     ),
 }
-# Examples whose package is no stand-in.
+# Examples that need a real package.
 PACKAGES = {"openai_agent.py": "openai", "verifiers_env.py": "verifiers"}
 COLUMNS = {
     "game": "GuessTheNumber-v0",
@@ -160,11 +160,11 @@ COLUMNS = {
     "task": {"prompt": "sort cab", "system_prompt": "Be short.", "answer": "abc"},
 }
 SMALL = "--prompts-per-step 4 --group-size 4"
-# Few first moves of the model are legal.
+# Few of the model's first moves are legal.
 PLAYING = "--group-size 32 --temperature 1.5 --max-turns 12 --reward episode"
 CHATTING = f"--model {{chat}} --chat --data {{rows}} --max-new-tokens 150 {SMALL} --reward {{mine}}"
 NINES = f"{EXAMPLES}/no_nines.py"
-# By example its flags, and the patch of the script that it needs, if any.
+# Flags of each example.
 FLAGS = {
     "sft.py": "",
     "reward_model.py": "--data {pairs} --eval-data {pairs} --frozen-layers 2",
@@ -187,10 +187,10 @@ FLAGS = {
     "textarena_game.py": f"{CHATTING} episode --rollout {{example}}:play",
     "skyrl_env.py": f"{CHATTING} episode --rollout {{example}}:interact",
     "reasoning_gym_rows.py": f"{CHATTING} {{example}}:score",
-    # Each of its episodes starts two processes.
+    # Each verifiers episode starts two processes.
     "verifiers_env.py": f"{CHATTING} episode --rollout {{example}}:play --prompts-per-step 2 --group-size 2",
 }
-# What the two steps show of what an example adds.
+# Checks of what an example adds, on the metrics of its two steps.
 SHOWN = {
     "reward_model.py": lambda first, second: second["policy/loss"] < first["policy/loss"],
     "safe_ppo.patch": lambda first, second: (
@@ -209,7 +209,7 @@ COMMON = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --eval-every 2 --num
 
 @pytest.fixture
 def files(tmp_path):
-    """The rows, models and rewards of the flags above."""
+    """Return the rows, models and rewards that FLAGS names."""
     pairs = []
     for row in load_sorting().train_rows[:64]:
         answer = row.columns["answer"]
@@ -227,7 +227,7 @@ def files(tmp_path):
 
 
 def script_of(example, folder):
-    """The script that an example is, or changes, or runs in; and where the example lies."""
+    """Return the script to run (the example, its patched fork or train_grpo.py) and the example's path."""
     if example.suffix == ".patch":
         return patched_fork(folder, example, name=example.stem), example
     text = example.read_text()
@@ -257,7 +257,7 @@ def test_an_example_trains_and_resumes(two_ranks, runs, tmp_path, files, name):
         files["teacher"] = (
             trained(two_ranks, runs / "teacher", "train_grpo.py", COMMON) / "checkpoints" / "000002"
         )
-    # A token classifier without a head gets a random one, the same in a resume: a file is loaded once per process.
+    # A token classifier without a head gets a random head, which a resume reuses: a file is loaded once per process.
     two_ranks.run(set_variables, {"OPPONENT": f"{runs}/toy-*", "PRM": str(files["chat"]), "STEP_END": "e"})
     flags = f"{COMMON} {flags.format(**files, example=example)}"
     folder = trained(two_ranks, runs / Path(name).stem, script, flags)
@@ -273,7 +273,7 @@ def set_variables(rank, variables):
 
 
 def test_an_opponents_answers_depend_on_its_newest_folder_alone(tmp_path, files, monkeypatch):
-    """Whatever other episodes do meanwhile."""
+    """Concurrent episodes do not affect the answers."""
     patterns = f"{files['chat']} {tmp_path}/later*"
     monkeypatch.setenv("OPPONENT", patterns)
     (make_opponent,) = find_functions(f"{EXAMPLES}/opponent.py", "Opponent")
@@ -312,7 +312,7 @@ def test_a_process_reward_scores_each_step_at_its_end(data_folder, monkeypatch):
 
 
 def test_the_page_lists_every_example_and_every_patch_applies(tmp_path):
-    """If a script has changed there, mend the fork and make the patch again: `diff -u` of the two."""
+    """If the script has changed, fix the fork and regenerate the patch: `diff -u` of script and fork."""
     listed = re.findall(r"^- \[([\w.]+)\]\(\1\)", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
     files = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".patch")}
     assert set(listed) == FLAGS.keys() == files

@@ -31,10 +31,10 @@ from support.resuming import resume
 from support.scripts import ROOT, read_metrics, trained
 
 DOCS = ROOT / "docs" / "families.md"
-# One case of each family: the last, which has most features.
+# The last case of each family, which has the most features.
 OF_FAMILY = {CASES[name][0]: name for name in CASES}
 TINY = "--num-steps 2 --group-size 3 --num-minibatches 1 --save-every 1"
-# Together they have nearly every feature.
+# Together, these families have nearly every feature.
 RUNS = [("gemma3_text", "train_ppo.py"), slow("qwen3_5_text", "train_grpo.py"), slow("olmo3", "train_ppo.py")]
 FEW_PUBLISHED = ("OLMo-2-7B", "SmolLM3-3B")
 
@@ -42,7 +42,7 @@ FEW_PUBLISHED = ("OLMo-2-7B", "SmolLM3-3B")
 @pytest.mark.parametrize("name", OF_FAMILY.values())
 @torch.no_grad()
 def test_text_is_that_of_transformers_and_logprobs_are_those_of_training(name, tmp_path):
-    """Greedy text token for token; of sampled text the logprobs bit for bit; transformers loads the export so too."""
+    """Greedy tokens equal transformers', sampled logprobs equal training's, and transformers loads the export."""
     oracle = make_checkpoint(name)
     model = twin(oracle)
     engine = make_engine(model)
@@ -82,7 +82,7 @@ def test_steps_on_two_ranks_have_no_gap_and_a_resume_has_the_same_bits(
 
 
 def test_the_page_lists_every_family_with_the_error_of_its_logits():
-    """And the errors are at most 2e-6."""
+    """The errors are at most 2e-6."""
     listed = {name: float(error) for name, error in re.findall(r"`(\w+)` (\de-\d)", DOCS.read_text())}
     assert listed.keys() == FAMILIES.keys()
     for family, error in family_table().items():
@@ -106,7 +106,7 @@ IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_
 
 
 def save_vision_model(folder, family):
-    """As in published ones Gemma's text_config lacks sizes, and Qwen's has weights to predict further tokens."""
+    """Save a vision model. As in published models, Gemma's text_config lacks sizes, and Qwen has MTP weights."""
     sizes = {"hidden_size": 16, "intermediate_size": 8}
     if family == "gemma":
         vision = sizes | GEMMA_VISION
@@ -131,7 +131,7 @@ def save_vision_model(folder, family):
 @pytest.mark.parametrize("family", ["qwen", "gemma"])
 @torch.no_grad()
 def test_a_vision_models_folder_is_read_for_its_text_and_saved_whole(family, tmp_path):
-    """The export has the original's tensors, integers too. What may change the text model is refused."""
+    """The export has all original tensors, even integer ones. Keys that may change the text model are rejected."""
     save_vision_model(tmp_path, family)
     model = load_replica(tmp_path, dtype=torch.float32)
     tokens = torch.arange(70)
@@ -152,7 +152,7 @@ def test_a_vision_models_folder_is_read_for_its_text_and_saved_whole(family, tmp
 
 @pytest.mark.parametrize("family", ["qwen", "gemma"])
 def test_peft_reads_adapters_for_the_text_of_a_vision_model(family, tmp_path):
-    """Whether transformers opens the whole model or the text model alone."""
+    """PEFT may load transformers' text model alone or the whole vision model."""
     save_vision_model(tmp_path, family)
     for auto_class in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
         check_peft(tmp_path, tmp_path / "saved", auto_class)
@@ -160,6 +160,6 @@ def test_peft_reads_adapters_for_the_text_of_a_vision_model(family, tmp_path):
 
 @pytest.mark.parametrize("name", [name if name in FEW_PUBLISHED else slow(name) for name in PUBLISHED])
 def test_published_models_have_as_many_parameters_as_their_names_say(name):
-    """On the meta device; the plan counts them."""
+    """The memory plan counts a model's parameters on the meta device."""
     raw, billions = PUBLISHED[name]
     assert num_parameters(config_from_dict(raw)) == pytest.approx(billions * 1e9, rel=0.01)

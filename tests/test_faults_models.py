@@ -1,4 +1,4 @@
-"""Faults of model folders and of the embedded model: errors name the file, and nothing is guessed."""
+"""Faults of model folders and of the bundled model: errors name the file, and nothing is guessed."""
 
 import json
 import os
@@ -100,7 +100,7 @@ def test_row_33_a_file_that_cannot_be_used_is_named_with_its_fault(folder, file,
 
 
 def test_row_34_an_unavailable_hub_id_gives_one_line_within_seconds(tmp_path):
-    """Without network (a closed loopback port) and cache, the error names the id, the flag and the hub's reason."""
+    """Without network (a closed loopback port) and cache, the error names the id, the flag and the Hub's reason."""
     script = "from minirl.model.folders import resolve_folder; resolve_folder('owner/missing')"
     nowhere = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
     command = [sys.executable, "-c", script]
@@ -151,7 +151,7 @@ def test_row_36_a_folder_without_a_tokenizer_is_named(folder):
 
 @pytest.fixture
 def quick_toy(monkeypatch):
-    """Skip the embedded model's warm start; return the list of tasks for which a model was made."""
+    """Skip the bundled model's warm start; return the list of tasks for which a model was made."""
     monkeypatch.setattr(embedded_model, "rank", lambda: 0)
     monkeypatch.setattr(embedded_model, "barrier", lambda: None)
     monkeypatch.setattr(embedded_model, "print0", lambda *_: None)
@@ -166,7 +166,7 @@ def quick_toy(monkeypatch):
 
 
 def test_row_49_a_half_made_embedded_model_is_never_used(quick_toy, monkeypatch, tmp_path):
-    """The process is killed just before the final rename, and the next run makes the model again."""
+    """A process is killed just before the final rename, and the next run makes the model again."""
     if (pid := os.fork()) == 0:
         monkeypatch.setattr(durable, "publish", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         embedded_model.embedded_model_folder(tmp_path)
@@ -181,7 +181,7 @@ def test_row_49_a_half_made_embedded_model_is_never_used(quick_toy, monkeypatch,
 
 
 def test_row_50_two_first_runs_at_once_make_one_embedded_model(quick_toy, monkeypatch, tmp_path):
-    """The later run uses the other's folder and leaves no files behind."""
+    """The later run uses the earlier run's folder and leaves no files behind."""
     other = embedded_model.warm_start
 
     def while_another_is_made(task):

@@ -41,7 +41,7 @@ def joined():
 rank = process_group.rank()
 """
 
-# Clock of ranks 0 and 2, which report rank 1: it stands still until both have raised their errors.
+# Ranks 0 and 2 report rank 1. Their clock stands still until both have raised their errors.
 BOTH = """
 def wait_until_both_are_in(phase):
     while {launch.rendezvous().get(f"phase/{rank}").decode() for rank in (0, 2)} != {phase}:
@@ -102,7 +102,7 @@ def test_row_62_a_rank_without_torchruns_other_variables_is_refused_at_once(tmp_
 
 @pytest.mark.parametrize("number", [0, signal.SIGSTOP, signal.SIGKILL])
 def test_rows_01_and_37_a_hang_names_the_rank_and_its_phase_and_so_does_a_kill(tmp_path, number):
-    """The ranks that wait for it are not named, and their connection errors are hidden. Fault 42: a stopped process."""
+    """Ranks that wait for rank 1 are not named, and their connection errors are hidden. Fault 42: a stopped process."""
     body = f"""joined()
 if rank == 1:
     wait_until_both_are_in("step 3, phase update")
@@ -170,7 +170,7 @@ def test_rows_04_and_05_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path
 
 
 def test_row_04_a_second_sigterm_exits_at_once(tmp_path):
-    """It interrupts even user code. A signal delivered twice counts once, and an ignored one (nohup) has no effect."""
+    """The second signal interrupts even user code. A signal delivered twice counts once; an ignored one does not."""
     ignore = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
     body = """joined()
 signal.raise_signal(signal.SIGHUP)
@@ -236,7 +236,7 @@ time.sleep(LIMIT_S)
     ],
 )
 def test_rows_06_and_23_an_error_is_printed_once_and_ends_all_ranks(tmp_path, body, codes, message):
-    """One rank raises it while the other is in a collective, or both do. An unwritable file gives no traceback."""
+    """One rank raises an error while the other waits, or both raise one. An unwritable file gives no traceback."""
     assert re.fullmatch(message, outputs_of(tmp_path, body, codes).strip())
 
 
@@ -335,7 +335,7 @@ print(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction)
 def test_row_62_nodes_that_see_different_copies_are_refused(tmp_path, embedded_model):
     """Every rank raises: otherwise checkpoints would lack files, or ranks would train different things.
 
-    A node with fewer devices than ranks is rejected for every model but the embedded one. Fault 44.
+    A node with fewer devices than ranks is rejected for every model but the bundled one. Fault 44.
     """
     body = f"""
 import json, shutil

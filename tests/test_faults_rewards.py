@@ -1,4 +1,4 @@
-"""Faults of reward functions: they cannot hang or corrupt a run."""
+"""Faults of reward functions cannot hang or corrupt a run."""
 
 import decimal
 import os
@@ -206,7 +206,7 @@ def test_row_24_a_wrong_value_stops_the_run_with_function_and_row():
 
 
 def test_row_26_output_of_user_code_goes_to_stderr(load_reward, capfd):
-    """It is not mixed into the worker's replies, and only rank 0 shows it."""
+    """User output is not mixed into the worker's replies, and only rank 0 shows the output."""
     assert rewards_of(load_reward("acts"), ["prints"]) == [1.0]
     out, err = capfd.readouterr()
     assert out == ""

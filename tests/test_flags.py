@@ -120,7 +120,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("flags", "message"), REFUSED, ids=lambda text: text[:40])
 def test_flags_that_would_train_something_else_are_refused_by_name(flags, message, tmp_path, monkeypatch):
-    """They are rejected before anything is loaded or created. Faults 43 and 59. Pitfalls 22, 28 and 39."""
+    """Such flags are rejected before anything is loaded or created. Faults 43 and 59. Pitfalls 22, 28 and 39."""
     monkeypatch.setenv("MINIRL_RUNS", str(tmp_path / "runs"))
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "one.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
@@ -150,7 +150,7 @@ def test_the_learning_rate_warms_up_from_the_first_update_and_then_stays_or_deca
 
 
 def test_extending_a_run_does_not_move_the_learning_rate_of_a_real_model():
-    """It is constant by default. Only the embedded model's decays, which otherwise stalls at a noise floor."""
+    """A real model's rate is constant by default. The bundled model's decays, to get below a noise floor."""
     place = Progress(step=150, update=150, first_update=150)
 
     def rates(**flags):
@@ -164,7 +164,7 @@ def test_extending_a_run_does_not_move_the_learning_rate_of_a_real_model():
 
 
 def test_a_resume_with_other_updates_per_step_keeps_the_position_in_the_schedule():
-    """The position follows from the steps: no rate is negative, and a finished warm-up does not repeat. Pitfall 46."""
+    """The position depends on steps only: no rate is negative, and a finished warm-up does not repeat. Pitfall 46."""
     config = train_ppo.Config(num_steps=43, num_minibatches=2, warmup_updates=0)
     for step, i in itertools.product(range(3, 43), range(2)):
         places = [Progress(step, step * before + i, step * before) for before in (1, 2, 4)]

@@ -1,4 +1,4 @@
-"""Forks of train_grpo.py of at most ten changed lines: the commonest wishes are small changes of the script."""
+"""Forks of train_grpo.py: the most common changes take at most ten lines."""
 
 import re
 import textwrap
@@ -33,13 +33,13 @@ LENGTH_PENALTY = {
 def test_a_rollout_with_appended_text_between_two_turns_and_a_length_penalty(
     two_ranks, one_rank, runs, tmp_path, more
 ):
-    """The gap is 0, only sampled tokens count and cost, a resume gives equal bits, and one rank the same rollouts."""
+    """The gap is 0, only sampled tokens are penalised, a resume gives equal bits, and one rank gives equal rollouts."""
     name = "partial" if more else "whole"
     fork = changed_fork(tmp_path, name, TWO_TURNS, LENGTH_PENALTY)
     folder = trained(two_ranks, runs / name, fork, FLAGS, more)
     metrics = read_metrics(folder)
     gaps = [line["policy/logp_gap_max"] for line in metrics if "policy/logp_gap_max" in line]
-    assert gaps, "of tokens that the present weights sampled"
+    assert gaps, "the current weights sampled no token"
     assert set(gaps) == {0.0}
     for line in metrics:
         rollouts = read_rollouts(folder, line["step"])
@@ -75,7 +75,7 @@ IMITATION_FROM_STEP_2 = {
 def test_a_term_that_skipped_rollouts_would_miss_is_refused_when_it_begins(
     one_rank, runs, tmp_path, name, term, num_steps
 ):
-    """Both have a gradient on rollouts of equal rewards too. A fork that skips none learns them."""
+    """Both terms have a gradient on rollouts with equal rewards too. A fork without skips trains on each term."""
     flags = f"{FLAGS} --temperature 0.5"
     fork = changed_fork(tmp_path, name, term)
     with pytest.raises(AssertionError, match="can_skip: skips rollouts"):
@@ -92,7 +92,7 @@ COOLING = {COLLECT: f"        collector.temperature = 1.5 / step\n{COLLECT}"}
 
 @pytest.mark.parametrize("more", ["", slow("--max-staleness 2")], ids=["whole", "partial"])
 def test_a_temperature_by_step_is_that_of_sampling_and_of_scoring(two_ranks, one_rank, runs, tmp_path, more):
-    """The gap is 0 in each step, though rollouts in flight keep the temperature that they began at; a resume too."""
+    """The gap is 0 in each step, and after a resume, although rollouts in flight keep their initial temperature."""
     name = f"cooling{len(more)}"
     fork = changed_fork(tmp_path, name, COOLING)
     folder = trained(two_ranks, runs / name, fork, FLAGS, more)
@@ -125,7 +125,7 @@ OPTIMIZERS = re.findall(
 def test_a_fork_brings_its_optimizer_and_groups_keep_their_learning_rates(
     two_ranks, runs, tmp_path, name, lines, is_trained
 ):
-    """Three lines, of the docs: no other weight moves, all these do, and a resume has equal bits."""
+    """The docs' lines train exactly the chosen weights, and a resume gives equal bits."""
     fork = changed_fork(tmp_path, f"by_{name}", {LOAD: textwrap.indent(lines, "    ")})
     folder = trained(two_ranks, runs / f"by_{name}", fork, FLAGS, "--num-steps 2")
     resume(two_ranks, fork, folder, FLAGS, "--num-steps 2")

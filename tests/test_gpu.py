@@ -1,4 +1,4 @@
-"""The CUDA path: its kernels agree with the portable one. `benchmarks/gpu_check.py` shows that runs train there."""
+"""CUDA kernels agree with the portable kernel. `benchmarks/gpu_check.py` checks that runs train on a GPU."""
 
 import dataclasses
 
@@ -37,8 +37,10 @@ def assert_near(got, expected, tolerance):
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("shares", [False, True])
 def test_cuda_attention_equals_the_portable_kernel(window, shares):
-    """bf16 on CUDA against fp32 on the same values. Where prompts are shared, queries are the last of their sequence's
-    keys, and gradients of a shared row are summed over those who share it."""
+    """bf16 results on CUDA are compared with fp32 results for the same values.
+
+    With shared prompts, queries belong to a sequence's last keys, and a shared row sums all sequences' gradients.
+    """
     assert kernel_for(CUDA, torch.bfloat16, 64) != "portable"
     layout = (
         shared_layout()
@@ -60,7 +62,7 @@ def test_cuda_attention_equals_the_portable_kernel(window, shares):
 @pytest.mark.parametrize("window", [None, 1, 100, 200])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
 def test_the_compiled_paged_kernel_equals_the_portable_one(window, groups, dim, dtype, tolerance):
-    """As under the interpreter, by the device: pools, tables and what must not be touched are the same."""
+    """The pools, tables and NaN slots are the same as in the test with the interpreter."""
     pytest.importorskip("triton")
     got, expected = decoded_both_ways(CUDA, window, groups, dim, dtype, range(25))
     assert_near([got], [expected], tolerance)
@@ -68,7 +70,7 @@ def test_the_compiled_paged_kernel_equals_the_portable_one(window, groups, dim, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_training_computes_on_cuda_is_what_the_cpu_computes(dtype, monkeypatch):
-    """Gate and head, in chunks of the vocabulary, with all gradients: against the CPU in fp64."""
+    """Gate and head, in vocabulary chunks and with all gradients, are compared with fp64 on the CPU."""
     monkeypatch.setattr("minirl.model.logprobs.MAX_LOGITS", 300 * 2048)
     gate, up, head = random_tensors((300, 256), (300, 256), (5000, 256))
     targets = torch.randint(0, 5000, (300,), generator=torch.Generator().manual_seed(0))
@@ -90,7 +92,7 @@ def make_engine(model, **options):
 @pytest.mark.parametrize("attention", ["full", "mixed"])
 @pytest.mark.parametrize("cache_tokens", [512, 8192])
 def test_asynchronous_graphs_give_the_rollouts_of_plain_steps(attention, cache_tokens):
-    """On the device, with weights that are certain enough for rounding not to turn a token."""
+    """The weights are certain enough that rounding hardly ever changes a token."""
     model = make_model(attention, torch.float32).cuda()
     requests = [dataclasses.replace(r, temperature=0.0) for r in mixed_requests()]
     engine = make_engine(model, cache_tokens=cache_tokens)
@@ -105,11 +107,11 @@ def test_asynchronous_graphs_give_the_rollouts_of_plain_steps(attention, cache_t
             num_turned += 1
         else:
             assert np.abs(twin.stream["logprob"] - rollout.stream["logprob"]).max() <= 1e-4
-    assert num_turned <= 1, "more than a tie that rounding may have turned"
+    assert num_turned <= 1, "rounding explains one changed rollout at most"
 
 
 def test_an_asynchronous_decode_step_waits_for_nothing():
-    """Torch refuses every wait for the device while a step of known rows is launched: only `read` may wait."""
+    """Torch's sync debug mode raises an error if a decode step waits for the device."""
     engine = make_engine(make_model("full", torch.bfloat16).cuda(), cache_tokens=8192)
     engine.submit([dataclasses.replace(r, stop_ids=frozenset()) for r in mixed_requests()])
     for _ in range(3):

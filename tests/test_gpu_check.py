@@ -1,4 +1,4 @@
-"""The program that measures a GPU works before there is one, and hides no failure."""
+"""The GPU check works without a GPU and hides no failure."""
 
 import signal
 import subprocess
@@ -20,7 +20,7 @@ from support.texts import TOKENS, save_tokenizer
     ids=["good", "outside", "missing"],
 )
 def test_only_figures_as_expected_are_a_success(figures, mark):
-    """A figure outside is marked."""
+    """A figure outside its range is marked."""
     rows, is_good = gpu_check.format_check("waits", "ok", figures)
     assert is_good == (not mark)
     assert "| x | 0 |" in rows
@@ -29,7 +29,9 @@ def test_only_figures_as_expected_are_a_success(figures, mark):
 
 def test_a_group_of_checks_fits_into_ten_minutes():
     for group in gpu_check.GROUPS.values():
-        assert sum(check.limit_s for check in group.values()) < 600 - 20  # to start, and to kill the last
+        assert (
+            sum(check.limit_s for check in group.values()) < 600 - 20
+        )  # 20 s to start, and to kill the last check
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ gpu_check.main()
 
 
 def test_a_kill_loses_no_outcome_of_an_earlier_check(tmp_path):
-    """It is printed, and in the file."""
+    """Each outcome is printed and written to the file."""
     script = tmp_path / "killed.py"
     script.write_text(KILLED.format(benchmarks=str(ROOT / "benchmarks"), output=tmp_path))
     job = start(tmp_path, [[str(script)]])
@@ -82,7 +84,7 @@ def test_a_kill_loses_no_outcome_of_an_earlier_check(tmp_path):
     ["environment waits gpu_tests", "speed grpo_1_5b", "ppo kill_and_resume", "kernels_7b sweep compiled"],
 )
 def test_the_checks_pass_on_the_cpu(names, tmp_path):
-    """Small, and without what only a device can show. One of each kind."""
+    """The CPU runs one small check of each kind, without figures that need a device."""
     program = [sys.executable, gpu_check.__file__, "--device", "cpu", "--output", tmp_path]
     done = subprocess.run([*program, "--only", *names.split()], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -91,7 +93,7 @@ def test_the_checks_pass_on_the_cpu(names, tmp_path):
 
 @pytest.mark.slow
 def test_what_is_on_the_callers_pythonpath_is_found_in_every_process(monkeypatch, tmp_path):
-    """As wheels that are installed nowhere."""
+    """PYTHONPATH may contain wheels that are not installed."""
     wheels, program = tmp_path / "wheels", tmp_path / "program.py"
     wheels.mkdir()
     (wheels / "of_a_wheel.py").touch()
@@ -113,7 +115,7 @@ def test_what_is_on_the_callers_pythonpath_is_found_in_every_process(monkeypatch
     ],
 )
 def test_a_benchmark_runs_on_a_small_model(command, tmp_path):
-    """They call the library by hand, so that what changed there would be noticed late."""
+    """Benchmarks call the library directly, so a change of the library would go unnoticed."""
     folder = make_folder(tmp_path / "model", RAW_CONFIG | {"vocab_size": len(TOKENS)})
     save_tokenizer(folder, None)
     script, *flags = f"{command} --prompts 4 --samples 4 --max-new 16".split()

@@ -1,6 +1,6 @@
-"""Types that minirl has no modules for: the gate, bits of decoding, names of tensors, steps on two ranks.
+"""Model types that run on transformers' modules: the gate, exact decoding, tensor names, steps on two ranks.
 
-`PYTHONPATH=tests python -m test_hf_models` prints the table of docs/families.md, and trains a step of each type
+`PYTHONPATH=tests python -m test_hf_models` prints the lists in docs/families.md, and trains each type for a step
 on two ranks.
 """
 
@@ -45,7 +45,7 @@ LONGROPE = {
     "short_factor": [1.0] * 48,
     "long_factor": [2.0] * 48,
 }
-# Keys of published models without which transformers' defaults are no model, or another.
+# Keys of published models. Without these keys, transformers' defaults give an invalid or different model.
 EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2}
 KEYS = {
     "deepseek_v2": EXPERTS,
@@ -58,9 +58,9 @@ KEYS = {
     **{kind: {"is_decoder": True} for kind in ("bert", "bert-generation", "electra", "ernie", "roc_bert")},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
 }
-# A tensor of published files that transformers ignores.
+# Tensors in published files that transformers ignores.
 OUTSIDE = {"gpt2": "transformer.h.0.attn.bias", "deepseek_v3": "model.layers.61.eh_proj.weight"}
-# The flags of steps on two ranks.
+# Scripts and flags for steps on two ranks.
 RUNS = {
     "phi": ("train_ppo.py", ""),
     "gpt_neox": ("train_grpo.py", "--recompute-layers on --shard-weights on"),
@@ -74,7 +74,7 @@ def make_config(kind, **keys):
 
 
 def make_checkpoint(folder, kind, **keys):
-    """A small random model of transformers, saved by it."""
+    """Save a small random model with transformers, and return the model."""
     config, _ = gate.shrink_config(make_config(kind, **keys))
     oracle = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     gate.scramble_weights(oracle)
@@ -99,7 +99,7 @@ def make_checkpoint(folder, kind, **keys):
 def test_a_type_has_transformers_logits_its_bits_in_decoding_and_its_names_in_a_folder(tmp_path, kind):
     oracle = make_checkpoint(tmp_path / "read", kind)
     path = tmp_path / "read" / "model.safetensors"
-    if kind in OUTSIDE:  # as in published files; it is saved as it is
+    if kind in OUTSIDE:  # as in published files; minirl saves the tensor unchanged
         save_file(load_file(path) | {OUTSIDE[kind]: torch.ones(2, 3)}, path, metadata={"format": "pt"})
     model = load_replica(tmp_path / "read", dtype=torch.float32)
     assert logit_error(oracle, model) < 1e-5
@@ -125,7 +125,7 @@ def test_a_type_has_transformers_logits_its_bits_in_decoding_and_its_names_in_a_
 
 @pytest.mark.parametrize("kind", ["llama", "deepseek_v2", slow("ernie4_5_moe")])
 def test_peft_reads_adapters_of_a_type(tmp_path, kind):
-    """Those of a mixture's shared experts and dense layers, too, whose modules have the names of stacked experts."""
+    """This covers a mixture's shared experts and dense layers, whose modules are named like stacked experts."""
     make_checkpoint(tmp_path / "base", kind)
     check_peft(tmp_path / "base", tmp_path / "saved", AutoModelForCausalLM)
 
@@ -150,7 +150,7 @@ def test_what_would_be_computed_in_another_way_is_refused_by_name(kind, keys, re
 
 
 def test_adapters_of_layers_without_linear_modules_are_refused():
-    """Rejected by `--dry-run`, too, which builds the model to count its parameters."""
+    """`--dry-run` rejects such models too, because it builds the model to count parameters."""
     config = config_from_dict(make_config("gpt2").to_dict())
     with pytest.raises(InputError, match="--lora-rank: this model"):
         num_parameters(dataclasses.replace(config, adapters=Adapters(2)))
@@ -162,7 +162,7 @@ def test_mistral_with_kinds_of_layers_is_ministral_as_in_transformers():
 
 
 def test_a_rope_that_depends_on_the_longest_sequence_ends_where_it_would_change():
-    """Beyond, the gate sees it."""
+    """Beyond that length, the gate detects the change."""
     raw = make_config("phi3", rope_parameters=LONGROPE, max_position_embeddings=131072).to_dict()
     assert config_from_dict(raw).max_position_embeddings == 4096
     sees = pytest.raises(InputError, match="rope of the longest")
@@ -171,7 +171,7 @@ def test_a_rope_that_depends_on_the_longest_sequence_ends_where_it_would_change(
 
 
 def test_a_mixture_of_experts_gets_a_plan(tmp_path, capsys):
-    """Qwen3-30B-A3B by its published config.json; on a card of 60 GB it does not fit."""
+    """Qwen3-30B-A3B, from its published config.json, does not fit on a 60 GB GPU."""
     raw = PUBLISHED_KEYS["mixtures"]["Qwen3-30B-A3B"]
     save_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(raw))
@@ -184,7 +184,7 @@ def test_a_mixture_of_experts_gets_a_plan(tmp_path, capsys):
 
 
 def small_run(folder, kind, **keys):
-    """A small model of this type, and flags to train it."""
+    """Make a small model of this type; return its folder and flags to train the model."""
     make_checkpoint(folder / kind, kind, **keys)
     return folder / kind, flags_to_train(folder / kind)
 
@@ -203,7 +203,7 @@ def test_steps_on_two_ranks_have_no_gap_and_a_resume_has_the_same_bits(two_ranks
 
 
 def passing_types():
-    """The types of transformers that pass the gate with 4 layers, with equal bits: dense, and mixtures of experts."""
+    """Return transformers' dense and MoE types that pass the gate with 4 layers and equal bits."""
     dense, mixtures = [], []
     for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         try:
@@ -228,7 +228,7 @@ def test_the_page_lists_the_types_that_pass():
 
 
 def trains(pool, folder, kind):
-    """Whether a step on two ranks moves the weights, and their logprobs have no gap."""
+    """Return whether a step on two ranks has a gradient and no logprob gap."""
     _, flags = small_run(folder, kind, num_hidden_layers=4)
     try:
         run = trained(pool, folder / "runs" / kind, "train_grpo.py", flags, "--temperature 99 --num-steps 1")

@@ -1,4 +1,4 @@
-"""Rows of Parquet files and of datasets: a folder in the hub's layout loads as a hub id does."""
+"""Rows from Parquet files and datasets: a folder in the Hub's layout loads like a Hub id."""
 
 import datetime
 import sys
@@ -31,7 +31,7 @@ def write_parquet(path, rows):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """The current folder, where openai/gsm8k is a dataset in the hub's layout."""
+    """Change to a folder where openai/gsm8k is a dataset in the Hub's layout."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     for split, number in (("train", "3"), ("test", "4")):
@@ -41,9 +41,9 @@ def hub(tmp_path, monkeypatch):
 
 
 def test_rows_of_a_parquet_file_are_python_values_without_the_keys_of_other_rows(tmp_path):
-    """Messages, tools, nested and missing values, and a timestamp; the place is the number of the row.
+    """Covers messages, tools, nested and missing values, and a timestamp. The origin has the row's number.
 
-    Arrow gives each object of a column the keys of all, with nulls.
+    Arrow gives each object in a column the keys of all objects, with nulls.
     """
     path = str(tmp_path / "rows.parquet")
     columns = {
@@ -66,7 +66,7 @@ def test_rows_of_a_parquet_file_are_python_values_without_the_keys_of_other_rows
 
 
 def test_gsm8k_without_data_is_the_hubs(hub):
-    """Its train split, and its test split unless --eval-data names others."""
+    """A run uses the train split, and the test split unless --eval-data names other data."""
     task = load_task(RunConfig(task="gsm8k"))
     assert [(row.origin, row.columns) for row in task.train_rows] == [
         (f"{TRAIN_DATA} row 1", {"answer": 3.0})
@@ -86,14 +86,14 @@ def test_gsm8k_without_data_is_the_hubs(hub):
     ],
 )
 def test_a_dataset_that_cannot_be_used_is_named_with_what_it_has(hub, tmp_path, source, said):
-    """Configs, splits or columns."""
+    """The error lists configs, splits or columns."""
     (tmp_path / "broken.parquet").write_bytes(b"PAR1")
     with pytest.raises(InputError, match=f"^{source}.*{said}"):
         load_jsonl_task(source, ())
 
 
 def test_without_datasets_the_error_says_what_to_install(hub, monkeypatch):
-    """JSON needs nothing, and the name of a missing file is no hub id."""
+    """JSON needs no extra package, and the name of a missing file is not a Hub id."""
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(InputError, match=r"only JSON is read without datasets: pip install -e '\.\[data\]'"):
         load_jsonl_task("openai/gsm8k", ())

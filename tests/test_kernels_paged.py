@@ -21,8 +21,7 @@ def mended_interpreter(monkeypatch):
 )
 @pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16], ids=str)
 def test_the_paged_kernel_equals_the_portable_one(window, groups, dim, dtype):
-    """Forks, block borders, windows, shared key heads; unseen keys are not touched, nor void
-    columns of a table's row."""
+    """Covers forks, block borders, windows and shared key heads. The kernel reads no unseen key or table column."""
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     some = (0, 2, 3, 4, 6, 9)
     got, expected = decoded_both_ways(torch.device("cpu"), window, groups, dim, dtype, some)
@@ -31,13 +30,13 @@ def test_the_paged_kernel_equals_the_portable_one(window, groups, dim, dtype):
     assert (got.float() - expected).abs().max() <= 5 * tolerance
 
 
-# The hardest of what `paged_resources.py` can be asked for, on all devices: other groups take the same registers,
-# float16 what bfloat16 does, and float32 most at the largest dimension. 80 is masked.
+# The hardest cases of `paged_resources.py`, on all devices: other groups take the same registers, float16 takes as many
+# as bfloat16, and float32 takes the most at the largest dimension. Dimension 80 is masked.
 @pytest.mark.parametrize(
     ("dtype", "dims"), [slow("float32", "256"), slow("bfloat16", "80 256")], ids=["float32", "bfloat16"]
 )
 def test_the_paged_kernel_fits_every_supported_gpu(dtype, dims):
-    """Compiled without a device, by a process without interpreter: no register is spilled, shared memory suffices."""
+    """Compiled without a device or the interpreter, the kernel spills no register and fits into shared memory."""
     asked = f"--dtypes {dtype} --groups 8 --dims {dims}"
     done = run_with_compiler(ROOT / "benchmarks" / "paged_resources.py", *asked.split())
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""LoRA: adapters that are never merged in a run, saved in PEFT's form, on a base that stays as it is."""
+"""LoRA: adapters are never merged during a run, are saved in PEFT's format, and leave their base unchanged."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ NARROW, WIDE = Adapters(2, 4.0), Adapters(12, 6.0)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A random model, in fp64."""
+    """Return a folder with a random fp64 model."""
     return make_folder(tmp_path_factory.mktemp("base") / "model", RAW_CONFIG)
 
 
@@ -51,7 +51,7 @@ def logprobs_of(model, tokens, lengths):
 @pytest.mark.parametrize("adapters", [NARROW, WIDE], ids=["narrow", "wide"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_new_adapters_change_no_bit_and_others_no_token_by_its_batch(folder, dtype, adapters):
-    """Of rank 2 too, whose products with few rows would depend on the batch: packed is as alone."""
+    """Packed sequences equal separate ones even at rank 2, whose small products could depend on the batch."""
     tokens = torch.arange(90) % 33
     base = load_replica(folder, dtype=dtype)
     assert torch.equal(
@@ -67,7 +67,7 @@ def test_new_adapters_change_no_bit_and_others_no_token_by_its_batch(folder, dty
 
 
 def train_one_update(rank, folder, options):
-    """The weights after an update of the adapters; what shares storage is checked here."""
+    """Return the weights after an update of the adapters; check which weights share storage."""
     model = sharded(folder, adapters=NARROW, **options)
     optimizer = adamw(model)
     addresses = [parameter.data_ptr() for parameter in model.decoder.parameters()]
@@ -80,10 +80,10 @@ def train_one_update(rank, folder, options):
     model.step(optimizer, lr=0.01, max_grad_norm=0.0)
     assert torch.equal(reference(model.decoder, tokens)[0], at_first)
     assert not torch.equal(logprobs_of(model.decoder, tokens, (20,)), at_first)
-    # A CUDA graph reads the adapters there.
+    # A CUDA graph reads the adapters at these addresses.
     assert addresses == [parameter.data_ptr() for parameter in model.decoder.parameters()]
     assert all(".lora_" in name for name in model.masters)
-    for own_base in (folder, folder / ".." / folder.name):  # the latter as another folder
+    for own_base in (folder, folder / ".." / folder.name):  # the second path counts as another folder
         value = sharded(own_base, scalar_head=True, adapters=NARROW, base=model, **options)
         assert value.masters.keys() == {*model.masters, "score.weight"}
         for name, weight in value.compute_weights.items():
@@ -95,20 +95,20 @@ def train_one_update(rank, folder, options):
 
 @pytest.mark.parametrize("options", [{}, slow({"shard_gradients": True, "offload_optimizer": True})], ids=str)
 def test_an_update_changes_the_adapters_alone_and_as_on_one_rank(one_rank, two_ranks, folder, options):
-    """The base has no masters; its reference is on its storage, and so is the trunk of a value model of its folder."""
+    """The base has no masters. The reference shares its storage, and so does a value model from the same folder."""
     base = dict(load_replica(folder, dtype=torch.float32).named_parameters())
     (expected,) = one_rank.run(train_one_update, folder, {})
     for after in two_ranks.run(train_one_update, folder, options):
         assert all(torch.equal(after[name], weight) for name, weight in base.items())
         assert all(weight.any() for weight in after.values()), "the adapters' B was 0"
         for name, weight in after.items():
-            # Twice the gradient: AdamW's epsilon weighs half as much.
+            # Two ranks double the gradient, which halves the effect of AdamW's epsilon.
             torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=1e-5)
 
 
 @pytest.fixture(scope="module")
 def data(runs) -> str:
-    """Flags of prompts, and of a reward that hardly ever is equal in a group."""
+    """Return flags for prompts, and for a reward that is hardly ever equal within a group."""
     path = write_rows(runs / "data.jsonl", [{"prompt": f"{i}2="} for i in range(1, 9)])
     return f"--data {path} {reward_of(runs, 'sum(map(ord, c)) % 7')}"
 
@@ -126,7 +126,7 @@ def data(runs) -> str:
     ids=["grpo", "ppo"],
 )
 def test_a_run_of_adapters_has_no_gap_and_resumes_with_the_same_bits(two_ranks, runs, data, script, more):
-    """On two ranks, with a reference; GRPO with partial rollouts, and A's one row on one rank.
+    """Both runs use two ranks and a reference; GRPO has partial rollouts, and one rank holds A's only row.
 
     A checkpoint has no copy of the base.
     """
@@ -134,7 +134,7 @@ def test_a_run_of_adapters_has_no_gap_and_resumes_with_the_same_bits(two_ranks, 
     folder = trained(two_ranks, runs / f"lora-{script[:-3]}", script, flags)
     gaps = [line.get("policy/logp_gap_max") for line in read_metrics(folder)]
     assert gaps[0] == 0
-    assert {*gaps} <= {0.0, None}, "of GRPO's second step all was sampled before its weights"
+    assert {*gaps} <= {0.0, None}, "older weights may have sampled all of GRPO's second step"
     resume(two_ranks, script, folder, flags)
     checkpoint = folder / "checkpoints" / "000002"
     assert not list(checkpoint.rglob("model.safetensors"))
@@ -146,14 +146,14 @@ def test_a_run_of_adapters_has_no_gap_and_resumes_with_the_same_bits(two_ranks, 
 
 @pytest.fixture(scope="module")
 def checkpoint(one_rank, runs) -> Path:
-    """Adapters that a run trained, with rewards that change them much."""
+    """Return a run's checkpoint, in which training has changed the adapters much."""
     folder = trained(one_rank, runs / "lora-saved", "train_grpo.py", TINY, "--lora-rank 2 --lr 0.05")
     return folder / "checkpoints" / "000002"
 
 
 @pytest.fixture
 def peft_folder(checkpoint, tmp_path) -> Path:
-    """The adapters as PEFT saves them: config and tokenizer are in the folder of their base."""
+    """Return adapters as PEFT saves them: config and tokenizer are only in the base's folder."""
     for name in (ADAPTERS_FILE, WEIGHTS_FILE):
         shutil.copy(checkpoint / name, tmp_path)
     return tmp_path
@@ -173,7 +173,7 @@ def test_what_peft_merges_has_the_bits_of_what_minirl_reads(checkpoint, tmp_path
 def test_adapters_resume_on_a_moved_base_and_are_refused_on_another_or_with_another_rank(
     one_rank, runs, embedded_model, tmp_path, data
 ):
-    """A checkpoint has the adapters alone: on another base, such as a later snapshot, they are another model.
+    """A checkpoint has only adapters, which give another model on another base, such as a later snapshot.
 
     Fault 13.
     """
@@ -209,7 +209,7 @@ def test_adapters_resume_on_a_moved_base_and_are_refused_on_another_or_with_anot
     ids=str,
 )
 def test_adapters_that_would_be_computed_in_another_way_are_refused(peft_folder, change, message):
-    """By file and key."""
+    """The error names file and key."""
     file = peft_folder / ADAPTERS_FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(InputError, match=f"{ADAPTERS_FILE}.*{message}"):
@@ -224,7 +224,7 @@ def test_adapters_that_would_be_computed_in_another_way_are_refused(peft_folder,
     ],
 )
 def test_adapters_that_do_not_fit_their_base_are_refused(peft_folder, name, shape, message):
-    """None is left out silently."""
+    """No adapter is dropped silently."""
     tensors = load_file(peft_folder / WEIGHTS_FILE)
     tensors[f"base_model.model.model.{name}.weight"] = torch.zeros(shape)
     save_file(tensors, peft_folder / WEIGHTS_FILE)
@@ -233,6 +233,6 @@ def test_adapters_that_do_not_fit_their_base_are_refused(peft_folder, name, shap
 
 
 def test_adapters_learn_at_ten_times_the_learning_rate():
-    """Unless the flag says otherwise."""
+    """An explicit --lr takes precedence."""
     assert train_grpo.Config(lora_rank=8).peak_lr == 10 * train_grpo.Config().peak_lr
     assert train_ppo.Config(lora_rank=8, lr=1e-4).peak_lr == 1e-4

@@ -1,7 +1,7 @@
 """Losses, ratios and corrections against the worked numbers of four packed responses.
 
-The responses stand after prompts of two tokens, beside a sequence of nothing else: every number and gradient here holds
-among tokens outside the loss.
+The responses follow prompts of two tokens and are packed with a sequence without sampled tokens, so every number and
+gradient also holds next to tokens outside the loss.
 """
 
 import math
@@ -41,7 +41,7 @@ WITH_PROMPTS = [*(n + 2 for n in LENGTHS), 3]
 
 
 def packed(values):
-    """The stream with these numbers of the 14 sampled tokens, and 0 elsewhere."""
+    """Return a stream with these numbers at the 14 sampled tokens, and 0 elsewhere."""
     stream = torch.zeros(len(MASK), dtype=torch.float64)
     stream[MASK] = torch.as_tensor(values, dtype=torch.float64)
     return stream
@@ -97,7 +97,7 @@ def corrected(new, correction, low, high):
 
 
 def gradient(objective, new=NEW):
-    """The gradient of `objective(new)` and its value."""
+    """Return the gradient and the value of `objective(new)`."""
     new = new.clone().requires_grad_()
     value = objective(new)
     value.backward()
@@ -168,7 +168,7 @@ WORKED_GRADIENTS = {
 
 @pytest.mark.parametrize(("loss", "norm", "expected"), WORKED_GRADIENTS.values(), ids=WORKED_GRADIENTS)
 def test_gradients_equal_the_worked_numbers(loss, norm, expected):
-    """Clipped tokens get no gradient of the clipped loss, the others -weight * A * r; CISPO silences no token.
+    """Clipped tokens get no gradient from the clipped loss, other tokens -weight * A * r. CISPO clips no gradient to 0.
 
     Pitfalls 37 and 42.
     """
@@ -178,7 +178,7 @@ def test_gradients_equal_the_worked_numbers(loss, norm, expected):
 
 @pytest.mark.parametrize("is_corrected", [True, False], ids=["decoupled", "ratio_to_the_sampler"])
 def test_total_weight_on_old_equal_new_is_exactly_rho(is_corrected):
-    """Rho is applied once, by the weights, constants although their logprobs are not, or by the ratio.
+    """Rho is applied once, by the ratio or by importance weights, which carry no gradient.
 
     The gradient is -A rho, never -A rho^2. Pitfalls 36 and 39.
     """
@@ -211,10 +211,11 @@ def test_by_default_a_gap_of_the_sampled_logprobs_is_corrected_and_without_one_n
 
 @pytest.mark.parametrize("level", ["token", "sequence_mean", "sequence_sum"])
 def test_a_long_completion_that_moved_far_is_clipped_without_nan(level):
-    """0.1 nats at each of 2,000 fp32 tokens are a ratio of e^200; where the clip acts the gradient is 0.
+    """0.1 nats at each of 2,000 fp32 tokens give a ratio of e^200; clipped tokens have gradient 0. Fault 31, pitfall
+    42.
 
-    The KL term k3 is cut like the ratio where the reference's probability is e^200 times the policy's. Without a
-    sequence the loss is one of no tokens, which still has a gradient. Fault 31, pitfall 42.
+    The KL term k3 is limited like the ratio if the reference's probability is e^200 times the policy's. Without a
+    sequence, the empty loss still has a gradient.
     """
     old, bounds = torch.full((2000,), -0.5), {"clip_low": 0.05, "clip_high": 0.05}
 
@@ -236,7 +237,7 @@ REVERSE, FORWARD = [0.187713, -0.158869, -0.028844], [0.183478, -0.185574, 0.002
 
 
 def expected_kl_loss(theta, term):
-    """The expectation over theta's own samples of a KL term: an estimator as a loss, or k1 in the reward."""
+    """Return the expectation of a KL term over theta's samples: an estimator as a loss, or k1 in the reward."""
     new = theta.log_softmax(0)
     if term == "k1_in_reward":
         advantages = -kl_penalty(new.detach(), CATEGORY_REF, "k1")
@@ -251,9 +252,9 @@ def expected_kl_loss(theta, term):
     [("k1", [0.0, 0.0, 0.0]), ("k2", REVERSE), ("k3", FORWARD), ("k1_in_reward", REVERSE)],
 )
 def test_expected_kl_gradients_over_three_categories(term, expected):
-    """By enumeration: k1 as a loss does nothing, k2 descends KL(policy || ref), k3 KL(ref || policy). Pitfall 35.
+    """k1 as a loss has no effect, k2 descends KL(policy || ref), and k3 descends KL(ref || policy). Pitfall 35.
 
-    In the reward, as a teacher's logprobs are too, k1 descends KL(policy || ref).
+    In the reward, like a teacher's logprobs, k1 descends KL(policy || ref).
     """
     grad, _ = gradient(lambda theta: expected_kl_loss(theta, term), THETA)
     assert_six_decimals(grad, expected)
@@ -261,7 +262,7 @@ def test_expected_kl_gradients_over_three_categories(term, expected):
 
 @pytest.mark.parametrize(("clip", "first"), [(0.2, 0.053620), (0.0, 0.008125)])
 def test_value_losses_equal_the_worked_numbers(clip, first):
-    """Half the greater of two squared errors, without a clip half the plain one; a clipped value has no gradient."""
+    """The loss is half the larger squared error; without a clip, half the plain one. Clipped values get gradient 0."""
     values, old_values = double([0.9, 0.35, 0.2, 1.1]), double([0.5, 0.4, 0.6, 0.8])
     returns = double([1.027475, 1.060500, 1.190000, 1.000000])
     found = value_loss(values, old_values, returns, clip=clip)
@@ -282,7 +283,7 @@ bradley_terry_loss = runpy.run_path(str(ROOT / "docs/examples/reward_model.py"))
     ],
 )
 def test_bradley_terry_losses_equal_the_worked_numbers(chosen, rejected, options, losses, slopes):
-    """A margin asks for more, and far apart nothing overflows. Gradients of the chosen."""
+    """A margin increases the loss, and distant scores do not overflow. Gradients are with respect to chosen scores."""
     scores = double(chosen), double(rejected)
     assert_six_decimals(bradley_terry_loss(*scores, **options), losses)
     grad, _ = gradient(lambda x: bradley_terry_loss(x, scores[1], **options).sum(), scores[0])
@@ -292,19 +293,19 @@ def test_bradley_terry_losses_equal_the_worked_numbers(chosen, rejected, options
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        # Rollouts of equal rewards, and those without a weight, are left out.
+        # Rollouts with equal rewards or without a loss weight are skipped.
         ({}, [1, 1, 0, 0, 0, 0]),
-        # Rollouts of equal rewards may all be better than another baseline.
+        # Rollouts with equal rewards may all exceed another baseline.
         ({"baseline": "greedy", "advantage_norm": "none"}, [1, 0, 1, 1, 0, 0]),
-        # A term that teaches without an advantage.
+        # The KL term has a gradient without an advantage.
         ({"kl_coef": 1e-3}, [1, 1, 1, 1, 1, 0]),
-        # Statistics over all tokens of the step leave none out.
+        # Whitening depends on all tokens of the step, so no rollout is skipped.
         ({"advantage_norm": "whiten"}, [1] * 6),
     ],
     ids=str,
 )
 def test_the_script_trains_on_what_can_teach(flags, expected):
-    """Of three pairs of rollouts: rewards differ, are equal, or one is missing."""
+    """Rewards differ in the first pair of rollouts and are equal in the second; the third pair lacks one."""
     rewards = double([[1.0, 0.0], [0.1, 0.1], [1.0, math.nan]])
     groups = groups_of(rewards, greedy=double([[0.0], [0.0], [1.0]]))
     config = train_grpo.Config(**flags)

@@ -1,4 +1,4 @@
-"""The model against transformers on random checkpoints of every family, and what packing may not change."""
+"""The model equals transformers on random checkpoints of every family, in packed batches."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from support.families import CASES, make_checkpoint, twin
 from support.marks import slow
 
 LENGTHS = (1, 40, 129, 128, 7, 300)
-# One of each family and feature: biases; a window and an odd width; some windows and tied weights' opposite; q/k norm.
+# One case for each family and feature: biases, a window, an odd width, mixed windows, untied weights, q/k norm.
 FEATURES = ["llama_biases", "mistral_window", "qwen2_window_above", "qwen3", "qwen3_5_text_heads"]
 FEATURES += ["gemma3_text", "olmo2"]
 ALL_CASES = [name if name in FEATURES else slow(name) for name in CASES]
@@ -25,7 +25,7 @@ def random_tokens(model, lengths, seed=0):
 
 
 def batch_of(tokens, lengths):
-    """A batch in which all tokens but the first of each sequence are sampled."""
+    """Return a batch in which all tokens but the first of each sequence are sampled."""
     mask = PackedLayout(tuple(map(Sequence, lengths)), CPU).positions > 0
     return Batch(independent_sequences(lengths), tokens, mask)
 
@@ -41,7 +41,7 @@ def relative_error(got, expected):
 
 
 def assert_equal_gradients(model, got, oracle, expected):
-    """Backward through one weighted sum of each gives every parameter the oracle's gradient."""
+    """Assert that backward through the same weighted sum gives every parameter the oracle's gradient."""
     oracle.zero_grad()
     weights = torch.linspace(-1, 2, len(expected))
     (got * weights).sum().backward()
@@ -51,15 +51,14 @@ def assert_equal_gradients(model, got, oracle, expected):
     for key, param in model.named_parameters():
         bound = 1e-4 * oracle_params[key].grad.norm()
         if key.endswith("k_proj.bias") and not model.config.qk_norm:
-            # Without rope the softmax would not see a constant shift of the keys: a small sum of large terms.
+            # Without RoPE, softmax ignores a constant shift of the keys, so the gradient is a small sum of large terms.
             bound += 1e-3
         assert (param.grad - oracle_params[key].grad).norm() <= bound, key
 
 
 @pytest.mark.parametrize("name", ALL_CASES)
 def test_logits_scores_and_parameter_gradients_equal_transformers(name):
-    """Every feature of every family computes the same as in transformers, in a packed stream of sequences: the logits,
-    the logprobs of the next tokens, and the gradient of each parameter. Pitfall 3."""
+    """In packed batches, logits, next-token logprobs and each parameter's gradient equal transformers'. Pitfall 3."""
     oracle, lengths = make_checkpoint(name), (1, 129, 30, 300)
     model = twin(oracle)
     assert model.config.layer_windows == CASES[name][2]
@@ -82,8 +81,10 @@ def test_logits_scores_and_parameter_gradients_equal_transformers(name):
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_values_scores_and_their_gradients_equal_transformers(name):
-    """A value is the classifier's number for the state before its token; a packed sequence's score is that of a padded
-    one in transformers. The gradient of each parameter follows. Pitfall 18."""
+    """A token's value is the classifier's output for the state before the token. Pitfall 18.
+
+    A packed sequence's score equals a padded sequence's in transformers, and so do all parameters' gradients.
+    """
     oracle, lengths = make_checkpoint(name, scalar_head=True), (1, 150, 30)
     model = twin(oracle)
     padding = model.config.vocab_size - 1
@@ -105,7 +106,7 @@ def test_values_scores_and_their_gradients_equal_transformers(name):
 @pytest.mark.parametrize("name", FEATURES)
 @torch.no_grad()
 def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(name):
-    """Norms, rope and softmax keep fp32 inside a bf16 model: its error is not above the bf16 oracle's."""
+    """Norms, RoPE and softmax stay in fp32 in a bf16 model, whose error is close to transformers' bf16 error."""
     oracle = make_checkpoint(name)
     tokens = random_tokens(oracle, [300])
     exact = oracle(tokens[None]).logits[0]
@@ -122,7 +123,7 @@ def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(name):
 @pytest.mark.parametrize("lengths", [LENGTHS, ()], ids=["sequences", "no tokens"])
 @pytest.mark.parametrize("name", FEATURES)
 def test_recomputed_layers_run_twice_and_change_no_bit_of_any_gradient(name, lengths):
-    """Nor do they without tokens: every parameter then gets zeros, and none gets None or NaN."""
+    """Without tokens, every parameter gets a zero gradient, never None or NaN."""
     gradients, calls = [], []
     for recompute in (False, True):
         model = twin(make_checkpoint(name), recompute_layers=recompute)

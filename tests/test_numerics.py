@@ -1,4 +1,4 @@
-"""Row-invariant products: they are the usual products, and a row's bits do not depend on the rows around it."""
+"""Batch-invariant products equal the usual products, and a row's bits do not depend on other rows."""
 
 import functools
 import random
@@ -21,10 +21,10 @@ EPS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8}
 @pytest.mark.parametrize(("num_in", "num_out"), [(64, 24), (515, 24), (768, 24), (64, 300), (64, 700)])
 @pytest.mark.parametrize("dtype", EPS, ids=str)
 def test_products_are_exact_up_to_rounding(num_in, num_out, rows, dtype):
-    """`linear` has F.linear's meaning, shape and dtype at every row count, tiled or not.
+    """`linear` has F.linear's result, shape and dtype at every row count, tiled or not.
 
-    Logits are wide sums of narrow inputs: bf16 inputs give fp32 logits with fp32's error; fp64 stays fp64. Pitfall 7.
-    `mm_fp32_out` rounds its factors, such as fp32 gradients of logits, and nothing else.
+    bf16 inputs give fp32 logits with fp32's error, and fp64 stays fp64. Pitfall 7. `mm_fp32_out` rounds only its
+    operands, such as fp32 gradients of logits.
     """
     assert 300 * 64 < batch_invariance.MAX_UPCAST_OPERAND < 700 * 64  # both kinds of products
     wide = batch_invariance.at_least_fp32(dtype)
@@ -46,7 +46,7 @@ def test_products_are_exact_up_to_rounding(num_in, num_out, rows, dtype):
 @pytest.mark.parametrize("width", [32, 131])
 @pytest.mark.parametrize("dtype", EPS, ids=str)
 def test_the_gate_has_the_bits_of_autograd(name, width, dtype):
-    """Values and both gradients, of views with strides too, as a fused projection gives them."""
+    """This covers values and both gradients, even of strided views, which a fused projection gives."""
     activate = functools.partial(batch_invariance.activate, function=ACTIVATIONS[name])
     results = []
     for gated in (
@@ -61,7 +61,7 @@ def test_the_gate_has_the_bits_of_autograd(name, width, dtype):
 
 @pytest.fixture
 def library(monkeypatch):
-    """Returns a function that replaces the matrix library's product, of which nothing is measured yet."""
+    """Return a function that replaces the matrix library's product and forgets all measurements."""
 
     def replace(linear):
         monkeypatch.setattr(F, "linear", linear)
@@ -71,12 +71,12 @@ def library(monkeypatch):
 
 
 def exact_product(x, weight):
-    """One reduction per element: the same bits at any number of rows."""
+    """Multiply with one reduction per element, which gives the same bits for any number of rows."""
     return (x.double()[:, None] * weight.double()).sum(-1)
 
 
 def rows_that_differ(product, x, weight, rng):
-    """The numbers of rows, each from an arbitrary place on, whose products have other bits than those of all rows."""
+    """Return the row counts, each with a random start, whose product differs from those rows of the full product."""
     expected = product(x, weight)
     starts = {
         rows: rng.randint(0, len(x) - rows)
@@ -90,7 +90,7 @@ def rows_that_differ(product, x, weight, rng):
 
 
 def at(*rows):
-    """An error of products with these numbers of rows."""
+    """Return an error function for products with these numbers of rows."""
     return lambda x: torch.full((len(x), 1), 1e-5 * (len(x) in rows))
 
 
@@ -113,9 +113,9 @@ TILES = MatmulForm(64, is_tiled=True)
     ids="none 1-3 4 0-8 0-16 129 47 place neighbours".split(),
 )
 def test_the_probe_chooses_the_cheapest_form_that_hides_what_products_depend_on(library, error, form):
-    """It is not a rubber stamp: a small dependence on the batch asks for more rows, for tiles, or for no promise.
+    """A small dependence on the batch requires more rows or tiles, or makes the shape inexact.
 
-    In the form of its shape, which is not that of another one, a row has the same bits in any batch.
+    Each shape has its own form, in which a row has the same bits in any batch.
     """
     library(lambda x, weight, bias=None: exact_product(x, weight).float() + error(x) * (len(weight) < 100))
     for num_out, of_shape in ((6, form), (70, form), (130, MatmulForm(4))):
@@ -128,7 +128,7 @@ def test_the_probe_chooses_the_cheapest_form_that_hides_what_products_depend_on(
 
 
 def test_products_are_measured_again_under_settings_that_change_them(library, monkeypatch):
-    """The number of threads, with several of which nothing is promised, and the precision of fp32 products."""
+    """Settings are the number of threads (several threads are never exact) and the precision of fp32 products."""
     rows_with_error = []
     library(lambda x, weight: exact_product(x, weight).float() + at(*rows_with_error)(x))
 
@@ -152,7 +152,7 @@ def test_products_are_measured_again_under_settings_that_change_them(library, mo
 
 
 def test_products_are_measured_as_torch_computes_them_whatever_replaces_them_meanwhile():
-    """Under the mode of transformers' modules the probe would measure products that are padded already."""
+    """Under the TorchFunctionMode of transformers' modules, the probe would measure padded products."""
 
     class RaisesAtEveryCall(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -164,7 +164,7 @@ def test_products_are_measured_as_torch_computes_them_whatever_replaces_them_mea
 
 
 def test_the_probe_notices_sums_in_another_order_that_rounding_hides(library, monkeypatch):
-    """A bf16 product that a number of rows sums in another order differs in few elements of arbitrary factors."""
+    """If some row count changes the order of a bf16 sum, only few elements of random products differ."""
 
     def linear(x, weight):
         order = torch.arange(x.shape[1]).flip(0) if len(x) == 129 else torch.arange(x.shape[1])
@@ -184,9 +184,9 @@ def test_the_probe_notices_sums_in_another_order_that_rounding_hides(library, mo
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_shape_is_called_batch_invariant_that_is_not(dtype, seed):
-    """Arbitrary shapes, narrow ones above all, by layers and head, with cancelling and with usual factors.
+    """Covers random, mostly narrow shapes for layers and head, with cancelling and with ordinary operands.
 
-    Two are those of Qwen2.5-0.5B's MLP.
+    Two shapes are from Qwen2.5-0.5B's MLP.
     """
     rng = random.Random(seed)
     limits = rng.choices([(16, 70), (70, 300), (1000, 40)], k=60)
@@ -208,7 +208,7 @@ def test_no_shape_is_called_batch_invariant_that_is_not(dtype, seed):
 
 @pytest.mark.parametrize("num_in", [64, 515])
 def test_without_bf16_instructions_products_are_those_of_fp32_rounded(num_in, monkeypatch):
-    """`linear`, its gradients and `bmm`: the bits of fp32, so they vary as little with rows and layouts as fp32's.
+    """`linear`, its gradients and `bmm` have fp32's bits, and depend as little on rows and layouts as fp32.
 
     Pitfall 38.
     """

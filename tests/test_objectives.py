@@ -27,16 +27,16 @@ from support.worked import double, groups_of
 ITEMS = objectives()
 PATCHES = sorted((ROOT / "docs" / "objectives").iterdir())
 OF_A_STEP = ("Clip-cov", "KL-cov", "80/20", "Adaptive entropy")
-"""These measure all tokens of a step."""
+"""Objectives that depend on all tokens of a step."""
 FLAGS = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --prompts-per-step 4 --group-size 4"
-FLAGS += " --lr 1e-3 --seed 1"  # samples whose rewards differ in groups
+FLAGS += " --lr 1e-3 --seed 1"  # with this seed, rewards differ within groups
 LOG_2 = math.log(2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ITEMS)
 def test_an_objective_of_the_page_trains_and_resumes(one_rank, two_ranks, runs, tmp_path, name):
-    """Killed after its first step, it ends like the undisturbed run; a statistic of the step ignores the split."""
+    """A run killed after its first step ends like the uninterrupted run; step statistics do not depend on the split."""
     fork, run_name = objective_fork(tmp_path, name), re.sub(r"\W", "_", name)
     flags = (FLAGS, *re.findall("`(--[^`]*)`", ITEMS[name])[:1])
     folder = trained(one_rank, runs / run_name, fork, *flags)
@@ -51,26 +51,26 @@ def test_an_objective_of_the_page_trains_and_resumes(one_rank, two_ranks, runs, 
 
 
 def make_batch(lengths, sampled, **streams):
-    """Sequences of sampled tokens alone."""
+    """Return a batch of sequences that have only sampled tokens."""
     tokens = torch.arange(len(sampled))
     return Batch(independent_sequences(lengths), tokens, tokens >= 0, sampled, **streams)
 
 
 def advantages_of_group(fork, rewards, **config):
-    """Of one group, of 3, 5, 2 and 4 tokens."""
+    """Return a group's advantages, for completions of 3, 5, 2 and 4 tokens."""
     groups = groups_of(double([rewards]), torch.tensor([[3, 5, 2, 4]]))
     return fork.advantages(fork.Config(**config), groups, groups.weighted_rewards).flatten()
 
 
 def advantages_of_two_rewards(fork):
-    """Of one group of four with two rewards each."""
+    """Return the advantages of a group of four rollouts with two rewards each."""
     rewards = double([[[1.0, 10.0], [0.0, 30.0], [1.0, 20.0], [0.0, 40.0]]])
     groups = replace(groups_of(rewards[..., 0]), rewards=rewards, reward_weights=double([1.0, 0.5]))
     return fork.advantages(fork.Config(), groups, groups.weighted_rewards).flatten()
 
 
 def loss_of(fork, log_ratios, advantage, *, old=0.5, drift=0.0, **fields):
-    """Losses of the tokens of one sequence and their gradients. old: probabilities; drift: sampled - old logprobs."""
+    """Return a sequence's token losses and their gradients. old: probabilities; drift: sampled - old logprobs."""
     old = double(old).log().expand(len(log_ratios))
     new = (old + double(log_ratios)).requires_grad_()
     micro = make_batch(
@@ -88,7 +88,7 @@ def loss_of(fork, log_ratios, advantage, *, old=0.5, drift=0.0, **fields):
 
 
 def covariance_example():
-    """Three rollouts of a token each."""
+    """Return the advantages and the batch of three one-token rollouts."""
     return double([3.0, -1.0, -2.0]), make_batch((1, 1, 1), double([-0.5, -1.5, -1.0]))
 
 
@@ -118,7 +118,7 @@ def entropy_coefs(fork):
 
 
 def turn_rewards(fork):
-    """Two rollouts of one prompt."""
+    """Return the turn advantages of two rollouts for one prompt."""
     rollouts = []
     for sample, rewards in enumerate(([1.0, 0.0], [0.5, 0.5])):
         turns = [TurnRecord(i, num_tokens=1, extra={"reward": reward}) for i, reward in enumerate(rewards)]
@@ -154,7 +154,7 @@ WORKED = {
 
 
 def worked_numbers(rank, name, script):
-    """Texts of the numbers, a list of them for each example."""
+    """Return the numbers as texts, in one list per example."""
     examples = WORKED[name](load_script(script))
     return [[f"{number:.6f}".rstrip("0").rstrip(".") for number in (row + 0.0).tolist()] for row in examples]
 
@@ -167,7 +167,7 @@ def test_an_objective_gives_the_worked_numbers_of_its_item(one_rank, tmp_path, n
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda path: path.stem)
 def test_an_objective_is_a_patch_that_git_applies_and_an_item_of_the_page(tmp_path, patch):
-    """After a change of the script: `patch train_grpo.py` with it, and `git diff train_grpo.py` is the new one."""
+    """After changing the script, apply the diff with `patch train_grpo.py`, and save `git diff train_grpo.py`."""
     shutil.copy(ROOT / "train_grpo.py", tmp_path)
     subprocess.run(["git", "apply", "--check", patch], cwd=tmp_path, check=True)
     assert f"(objectives/{patch.name})" in "".join(ITEMS.values())

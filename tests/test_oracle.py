@@ -1,7 +1,7 @@
-"""A step is recomputed from the file of its rollouts, in double precision and by transformers alone.
+"""Recompute a step from its rollouts file, in double precision and with transformers alone.
 
-From the texts in rollouts/000001.jsonl come ids, logprobs, rewards, advantages, returns, losses and gradients; they are
-those of the run. Of minirl the computation uses the numbers and texts of that file and nothing else.
+The texts in rollouts/000001.jsonl give ids, logprobs, rewards, advantages, returns, losses and gradients, which must
+equal the run's. The computation uses only that file's numbers and texts from minirl.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ SCRIPTS = {
 
 
 async def two_turns_in_two_branches(episode):
-    """The second branch may be cut off, and one reward does not apply."""
+    """Sample two turns in two branches. The second branch may be truncated, and some rewards do not apply."""
     other = episode.branch("two" * (episode.seed % 3 + 1))
     await episode.generate(max_tokens=4)
     await other.generate(stop=["e", "a"], max_tokens=5)
@@ -57,7 +57,7 @@ async def two_turns_in_two_branches(episode):
 
 
 def gradients_of_a_step(rank, script, flags, runs):
-    """Run one step; returns the gradients of each model."""
+    """Run one step; return each model's gradients."""
     module = SCRIPTS[script][0]
     gradients, step = [], ShardedModel.step
 
@@ -77,7 +77,7 @@ def gradients_of_a_step(rank, script, flags, runs):
 
 
 class Branch:
-    """A branch as the file has it: ids, which of them were sampled, its end, and the rollout's reward and advantage."""
+    """A branch as recorded in the file: ids, sampled mask, finish reason, and the rollout's reward and advantage."""
 
     def __init__(self, line, number, tokenizer):
         def ids_of(text):
@@ -99,14 +99,14 @@ class Branch:
 
     @property
     def sampled(self):
-        """Where the sampled tokens are."""
+        """The positions of the sampled tokens."""
         return torch.tensor(self.mask).nonzero()[:, 0]
 
 
 def masked_estimates(branch, values):
-    """GAE by its recursion over all tokens of a sequence, of which those that were not sampled are skipped.
+    """Compute GAE with its recursion over a sequence's tokens, skipping tokens that were not sampled.
 
-    values: of the states after each token.
+    values: the value of the state after each token.
     """
     following, estimate = values[-1] if branch.is_cut_off else 0.0, 0.0
     paid = branch.score or 0.0  # at the last sampled token
@@ -120,7 +120,7 @@ def masked_estimates(branch, values):
 
 
 def group_relative(branches):
-    """For each branch the advantage of its rollout in its group."""
+    """Return each branch's token advantages, which are its rollout's group-relative advantage."""
     groups = defaultdict(list)
     for branch in branches:
         if branch.has_score and branch.number == 0:
@@ -135,7 +135,7 @@ def group_relative(branches):
 
 
 def whitened(branches, estimates):
-    """Over the tokens of all branches that have a score; 0 for those of others."""
+    """Whiten estimates over the tokens of all branches with a score; other branches get 0."""
     every = torch.cat([own for own, branch in zip(estimates, branches, strict=True) if branch.has_score])
     scale = torch.rsqrt(every.var() + 1e-8)
     return [
@@ -145,7 +145,7 @@ def whitened(branches, estimates):
 
 
 def check_policy(folder, branches, advantages, weight, metrics, gradients):
-    """The policy's loss and gradients, sampled logprobs, and the advantages that the file tells."""
+    """Check the policy's loss and gradients, the sampled logprobs, and the file's advantages."""
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
@@ -179,7 +179,7 @@ def assert_gradients(model, got, norm):
 
 @pytest.fixture
 def folders(tmp_path):
-    """A language model and a classifier of random weights, and rows."""
+    """Make a random language model, a random classifier, and rows; return their folder."""
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     torch.manual_seed(0)
@@ -196,7 +196,7 @@ def folders(tmp_path):
 
 @pytest.fixture
 def step_of(two_ranks, folders):
-    """`step_of(script)`: a step's gradients, the branches in its file, a token's weight, and its metrics."""
+    """Return a function that runs a step and returns its gradients, branches, token weight and metrics."""
     from transformers import AutoTokenizer
 
     def step(script):
@@ -216,7 +216,7 @@ def step_of(two_ranks, folders):
 
 
 def test_a_grpo_step_is_what_transformers_computes_from_the_file_of_its_rollouts(folders, step_of):
-    """Both branches of a rollout have its advantage; some rewards do not apply.
+    """Both branches of a rollout have the rollout's advantage; some rewards do not apply.
 
     The first sampled token and the stop token have logprobs, an advantage and a loss. Pitfalls 1 and 13.
     """
@@ -226,9 +226,9 @@ def test_a_grpo_step_is_what_transformers_computes_from_the_file_of_its_rollouts
 
 
 def test_a_ppo_step_is_what_transformers_computes_from_the_file_of_its_rollouts(folders, step_of):
-    """Branches are paid where they end; those that were cut off are bootstrapped, and the others of the episode not.
+    """Each branch is rewarded at its end; only truncated branches are bootstrapped.
 
-    Each model has its own gradient norm. Pitfall 49. The value model is saved as a classifier of transformers.
+    Each model has its own gradient norm. Pitfall 49. transformers loads the saved value model as a classifier.
     """
     from transformers import LlamaForSequenceClassification
 

@@ -1,4 +1,4 @@
-"""One weight storage, gradients that do not depend on the split, and collectives of several real ranks."""
+"""Shared weights, gradients that do not depend on the split, and optimizer steps, on several real ranks."""
 
 import functools
 import itertools
@@ -26,14 +26,14 @@ from support.rollouts import in_two_branches, rollout_of, sampled
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Two models, one with the embedding's weight as its head."""
+    """Return the folders of two models, one with tied embeddings."""
     root = tmp_path_factory.mktemp("models")
     tied = RAW_CONFIG | {"tie_word_embeddings": True}
     return {"tied": make_folder(root / "tied", tied), "untied": make_folder(root / "untied", RAW_CONFIG)}
 
 
 def make_rollouts():
-    """Three for each of seven prompts; two thirds have two branches, of which the first is never cut off."""
+    """Return three rollouts for each of seven prompts; two thirds have two branches, the first never truncated."""
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
     rollouts = []
     for prompt in range(7):
@@ -50,8 +50,10 @@ def make_rollouts():
 
 
 def shared_out(rank, max_tokens, config, can_skip=None):
-    """One minibatch of 21 rollouts, first spread unevenly over the ranks: their groups, this rank's batch, and its
-    microbatches. Three groups have different rewards."""
+    """Exchange 21 rollouts that ranks hold unevenly; return the groups, and this rank's batch and microbatches.
+
+    Three groups have different rewards.
+    """
     last = world_size() - 1
     mine = [rollout for i, rollout in enumerate(make_rollouts()) if min(i // 5, last) == rank]
     rewards = [0.1 if r.rollout_id.prompt_ordinal < 4 else r.rollout_id.sample == 0 for r in mine]
@@ -67,7 +69,7 @@ def shared_out(rank, max_tokens, config, can_skip=None):
 
 
 def moved_since_old(micro, scale=0.6):
-    """How far the policy has moved since it was the old one: random numbers around 0, the same for every split."""
+    """Return random log ratios to the old policy, around 0 and the same for every split."""
     return torch.where(micro.loss_mask, scale * (micro.sample_logprobs + 0.5), 0.0)
 
 
@@ -82,7 +84,7 @@ def assert_close_gradients(of_ranks, expected, tolerance):
 
 
 def gradients_of(rank, max_tokens, folder, flags, can_skip=None, dtype=torch.float64, **options):
-    """Full gradients of one minibatch, by the script's own functions."""
+    """Return the full gradients of one minibatch, computed with the script's functions."""
     config = train_grpo.Config(num_minibatches=1, **flags)
     model = sharded(folder, dtype, **options)
     groups, batch, microbatches = shared_out(rank, max_tokens, config, can_skip)
@@ -111,7 +113,7 @@ def gradients_of(rank, max_tokens, folder, flags, can_skip=None, dtype=torch.flo
     ids=str,
 )
 def test_a_gradient_depends_neither_on_the_split_nor_on_what_is_skipped(one_rank, two_ranks, folders, flags):
-    """On 1 rank and 2, at any budget, with branches, and without the rollouts that have no gradient. Pitfall 33."""
+    """This holds on 1 and 2 ranks, for any token budget, and without zero-gradient rollouts. Pitfall 33."""
     where = folders["tied"], flags
     (expected,) = one_rank.run(gradients_of, 10_000, *where)
     for pool, max_tokens in ((one_rank, 200), (two_ranks, 10_000), (two_ranks, 300)):
@@ -120,7 +122,7 @@ def test_a_gradient_depends_neither_on_the_split_nor_on_what_is_skipped(one_rank
 
 
 SHARDED = {"shard_gradients": True}
-# Ranks, and how models are sharded over them.
+# Pools of ranks, and how models are sharded over the ranks.
 LAYOUTS = [
     slow("one_rank", SHARDED),
     slow("two_ranks", {}),
@@ -131,7 +133,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("pool", "options"), LAYOUTS, ids=str)
 def test_gradients_do_not_depend_on_how_models_are_sharded(request, one_rank, folders, pool, options):
-    """Nor on microbatches, also where a rank's last ones are empty.
+    """Microbatches do not matter either, even if a rank's last microbatches are empty.
 
     Advantages are whitened over all ranks. Pitfall 29.
     """
@@ -145,14 +147,14 @@ def test_gradients_do_not_depend_on_how_models_are_sharded(request, one_rank, fo
 
 
 def loss_of_one_sequence(model, tokens=None):
-    """Of 20 tokens; if none are given, of the same ones on every rank."""
+    """Return the loss of a sequence of 20 tokens, by default the same tokens on every rank."""
     tokens = torch.arange(20) if tokens is None else tokens
     new, _ = score_batch(model.module, Batch(independent_sequences([20]), tokens, torch.arange(20) > 0))
     return -new.sum()
 
 
 def stepped(model, optimizer, *, lr, scale=1.0):
-    """The gradient norm of a step on the loss of one sequence, times `scale`."""
+    """Step on one sequence's loss times `scale`; return the gradient norm."""
     model.backward(loss_of_one_sequence(model) * scale, is_last=True)
     return model.step(optimizer, lr=lr, max_grad_norm=1.0)
 
@@ -161,9 +163,9 @@ FROZEN = "model.norm.weight"
 
 
 def two_updates(rank, folder, options):
-    """Of two microbatches each, on texts that differ between ranks: norms and weights, and all that is saved.
+    """Make two updates on microbatches that differ between ranks; return norms, weights and the saved state.
 
-    A weight is frozen, and there are all moments, of the others, before the first update.
+    One weight is frozen. All other weights have moments before the first update.
     """
     model = sharded(folder, torch.bfloat16, is_frozen=FROZEN.__eq__, **options)
     optimizer = adamw(model, weight_decay=0.1)
@@ -184,16 +186,16 @@ def two_updates(rank, folder, options):
 
 @pytest.mark.parametrize(("pool", "options"), LAYOUTS, ids=str)
 def test_host_memory_changes_no_bit(request, folders, pool, options):
-    """Of weights, moments, step counts and norms. Pitfall 47.
+    """This covers weights, moments, step counts and norms. Pitfall 47.
 
-    Where bf16 computes, masters and moments are fp32: in bf16 small updates would vanish. Pitfall 43.
+    With bf16 compute, masters and moments are fp32, because small updates would vanish in bf16. Pitfall 43.
     """
     ranks = request.getfixturevalue(pool)
     expected, found = (
         ranks.run(two_updates, folders["untied"], {**options, "offload_optimizer": is_offloaded})
         for is_offloaded in (False, True)
     )
-    # And the same dtypes.
+    # This compares dtypes too.
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     for weights, saved in expected:
         torch.testing.assert_close(weights, expected[0][0], rtol=0, atol=0)
@@ -232,15 +234,15 @@ def check_refreshes(rank, folder, dtype):
     ("name", "dtype"), [("tied", torch.float32), slow("untied", torch.float32), ("untied", torch.bfloat16)]
 )
 def test_weights_are_one_storage_refreshed_in_place(request, ranks, folders, name, dtype):
-    """Only a step writes weights: once, in place; after it the sampler's logprobs are the trainer's. Pitfall 10.
+    """Only a step writes weights, once and in place; sampled logprobs then equal training logprobs. Pitfall 10.
 
-    Steps that move every tensor of the policy move none of a reference from the same folder. Pitfall 9.
+    Steps that change every policy tensor change no tensor of a reference from the same folder. Pitfall 9.
     """
     request.getfixturevalue(ranks).run(check_refreshes, folders[name], dtype)
 
 
 def bf16_gradients(rank, folder, scales):
-    """Gradients of a policy that computes in bf16 for one text, as often as this rank has scales."""
+    """Return a bf16 policy's gradients, summed over one backward pass per scale of this rank."""
     model = sharded(folder, torch.bfloat16)
     for i, scale in enumerate(scales[rank]):
         model.backward(loss_of_one_sequence(model) * scale, is_last=i == len(scales[rank]) - 1)
@@ -248,7 +250,7 @@ def bf16_gradients(rank, folder, scales):
 
 
 def test_gradients_of_bf16_compute_are_summed_in_fp32(one_rank, two_ranks, folders):
-    """Over microbatches and ranks: a part 512 times smaller than the rest, which bf16 would round off. Pitfall 44."""
+    """Microbatches and ranks add parts 512 times smaller than the rest, which bf16 would round off. Pitfall 44."""
     (whole,) = one_rank.run(bf16_gradients, folders["untied"], [[1.0]])
     for gradients in two_ranks.run(bf16_gradients, folders["untied"], [[1.0, 2**-9], [2**-8]]):
         for name, gradient in gradients.items():
@@ -257,7 +259,7 @@ def test_gradients_of_bf16_compute_are_summed_in_fp32(one_rank, two_ranks, folde
 
 
 def clipped_step(rank, folder, names):
-    """A step of plain SGD on these masters: the gradient norm, the norm of their gradients, and how far they moved."""
+    """Take an SGD step on these masters; return the step's norm, the masters' gradient norm, and the distance moved."""
     model = sharded(folder, torch.float64)
     masters = [model.masters[name] for name in names or model.masters]
     model.backward(loss_of_one_sequence(model) / world_size(), is_last=True)
@@ -273,9 +275,9 @@ def clipped_step(rank, folder, names):
 
 @pytest.mark.parametrize("names", [None, [FROZEN]])
 def test_gradient_norm_and_clipping_are_global(one_rank, two_ranks, folders, names):
-    """Every rank count sees the same norm, and a step of plain SGD is as long as the clip allows. Pitfall 44.
+    """The norm does not depend on the number of ranks, and an SGD step is as long as the clip allows. Pitfall 44.
 
-    Weights are frozen by leaving them out of the optimizer: their gradients do not shrink those of the others.
+    Weights that the optimizer leaves out are frozen; their gradients do not count toward the norm.
     """
     ((expected, *_),) = one_rank.run(clipped_step, folders["untied"], names)
     for norm, norm_of_gradients, moved in two_ranks.run(clipped_step, folders["untied"], names):
@@ -284,7 +286,7 @@ def test_gradient_norm_and_clipping_are_global(one_rank, two_ranks, folders, nam
 
 
 def poisoned_gradient(rank, folder, value):
-    """What `step` says of a gradient with this value in one place, in rank 1's shard; whether the weights stayed."""
+    """Return `step`'s error for a gradient with this value in rank 1's shard, and whether the weights stayed."""
     model = sharded(folder)
     before = {name: weight.clone() for name, weight in model.compute_weights.items()}
     model.backward(loss_of_one_sequence(model), is_last=True)
@@ -306,7 +308,7 @@ def test_row_31_a_gradient_that_is_not_finite_is_named_and_updates_nothing(two_r
 
 
 def check_zero_gradient(rank, folder):
-    """A step with a gradient of exactly 0, after one that gave momentum."""
+    """Take a step with a zero gradient, after a step that gave momentum."""
     model = sharded(folder)
     optimizer = adamw(model, weight_decay=0.1)
     norms, states = [], []
@@ -320,12 +322,12 @@ def check_zero_gradient(rank, folder):
 
 
 def test_a_gradient_of_zero_takes_no_step(two_ranks, folders):
-    """Nothing to learn: neither momentum nor weight decay moves a weight; the optimizer's state stays. Pitfall 45."""
+    """With a zero gradient, no weight moves by momentum or weight decay, and the optimizer state stays. Pitfall 45."""
     two_ranks.run(check_zero_gradient, folders["untied"])
 
 
 def check_decay(rank, folder):
-    """A step without and with weight decay."""
+    """Compare a step without weight decay and a step with weight decay."""
     plain, decayed = (sharded(folder) for _ in range(2))
     stepped(plain, adamw(plain), lr=0.1)
     stepped(decayed, adamw(decayed, weight_decay=0.5), lr=0.1)
@@ -334,5 +336,5 @@ def check_decay(rank, folder):
 
 
 def test_weight_decay_leaves_out_norms_and_biases(two_ranks, folders):
-    """And changes every matrix."""
+    """Weight decay changes every matrix."""
     two_ranks.run(check_decay, folders["untied"])

@@ -24,7 +24,8 @@ def num_computed(sequences):
 
 @pytest.mark.parametrize("seed", range(60))
 def test_each_sequence_is_in_exactly_one_microbatch(seed):
-    """Microbatches compute at most max_tokens. All ranks have the same number of them, or none without sequences.
+    """Microbatches compute at most max_tokens. All ranks have the same number of microbatches, or none without
+    sequences.
 
     Ranks without a sequence therefore have empty microbatches (pitfall 45). Some prompts are longer than any
     completion, some are empty, and limits may be tight.

@@ -1,4 +1,4 @@
-"""The picture of runs: its input, its messages when there is nothing to draw, and the drawing."""
+"""The plot of runs: input, errors if there is nothing to draw, and the drawing."""
 
 import pytest
 import tyro
@@ -12,10 +12,10 @@ CAUSES = ("decode", "host", "prefill", "update")
 
 @pytest.mark.slow
 def test_runs_are_drawn_with_the_score_before_training_and_all_causes_of_a_step(tmp_path, monkeypatch):
-    """The causes' means are stacked to the mean step, in one order.
+    """The causes' mean times are stacked in one order and add up to the mean step time.
 
-    Of a run by name or folder: its whole lines, without points for null and for missing metrics. A run with hardly any
-    metrics is drawn too; one without steps is refused by name.
+    A run is given by name or folder. Only complete lines count; null and missing metrics have no points. A run with few
+    metrics is drawn too; a run without steps is rejected by name.
     """
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("MINIRL_RUNS", str(tmp_path))

@@ -8,7 +8,7 @@ import pytest
 from minirl.episodes.runner import EpisodeRunner
 from support.collecting import Prompts, collected, make_collector, resumed
 
-# The rewards of a prompt wait while there is a file of its name.
+# A prompt's rewards wait while a file named like the prompt exists.
 SOURCE = """
 import pathlib, time
 
@@ -32,7 +32,7 @@ def little_patience(monkeypatch):
 
 
 def waiting_for(gate):
-    """A function whose episodes of the second prompt wait for an event after their first turn."""
+    """Return a rollout function that waits for an event after the second prompt's first turns."""
 
     async def patient(episode):
         await episode.generate(max_tokens=3)
@@ -52,8 +52,10 @@ def ordinals(steps):
 def test_a_slow_reply_or_reward_holds_no_step_up_and_its_rollouts_are_trained_when_it_has_come(
     load_reward, tmp_path, slow_part, is_killed
 ):
-    """Once, as in one whole step; also after a resume, which begins them again, and beside an evaluation with the same
-    functions."""
+    """The rollouts are trained on once, as in one whole step.
+
+    This holds after a resume, which restarts the rollouts, and during an evaluation with the same functions.
+    """
     gate = asyncio.Event()
     file = tmp_path / make_prompts().row(1).prompt
     if slow_part == "reward":
@@ -85,7 +87,7 @@ def test_a_slow_reply_or_reward_holds_no_step_up_and_its_rollouts_are_trained_wh
 
 
 def test_a_reply_that_comes_between_two_rounds_ends_its_episode_and_is_not_late(clock):
-    """An update takes longer than a reply may. For the last one that runs the step would wait forever."""
+    """An update may take longer than --call-timeout. If the episode did not end, the step would wait forever."""
     gate = asyncio.Event()
     options = {"rollout": waiting_for(gate), "max_turns": 1, "call_timeout": 60.0}
     collector = make_collector(make_prompts(), **options, **OPTIONS)
@@ -110,7 +112,7 @@ def test_the_time_between_two_steps_is_not_the_functions(clock):
 
 @pytest.mark.slow
 def test_a_cache_that_is_too_small_for_all_in_flight_decodes_them_in_turns():
-    """Those that have spent a round's budget make room for others, which would decode one by one: it has room for 7."""
+    """Requests that used up a round's budget make room for others. The cache has room for 7 requests."""
     prompts = Prompts(lambda one: 50 + one.sample, num_rows=50)
     engine_options = {"cache_tokens": 1024, "max_running_requests": 64}
     collector = make_collector(prompts, engine_options=engine_options, **OPTIONS)

@@ -1,4 +1,4 @@
-"""Keyed noise, the inverse of the cumulative distribution, and the logprob of the sampled token."""
+"""Keyed noise, inverse-CDF sampling, and the logprobs of sampled tokens."""
 
 import itertools
 
@@ -14,7 +14,7 @@ LARGEST_UNIFORM = 1 - 2.0**-53
 
 
 def test_request_keys_are_distinct_over_seed_purpose_prompt_sample_and_branch():
-    """No two requests of a run, or of neighbouring seeds, share their noise; sums and xors of parts would collide."""
+    """No two requests of a run or of neighbouring seeds share noise; sums or xors of the parts would collide."""
     grid = list(itertools.product((0, 1, 2, 1 << 40), PURPOSES, range(64), range(32), range(3)))
     keys = {
         request_key(seed, purpose=purpose, prompt_ordinal=prompt, sample=number, branch=branch)
@@ -31,7 +31,7 @@ def test_request_keys_are_distinct_over_seed_purpose_prompt_sample_and_branch():
     ],
 )
 def test_keyed_noise_is_the_pinned_one(request_of, expected):
-    """A run's samples are a function of its key for ever: a change of the noise is a change of every past result."""
+    """The noise must never change, because every past result depends on it."""
     seed, purpose, prompt, number = request_of
     got = request_key(seed, purpose=purpose, prompt_ordinal=prompt, sample=number)
     assert (got, uniforms(torch.tensor([got]), torch.tensor([9])).item()) == expected
@@ -40,20 +40,22 @@ def test_keyed_noise_is_the_pinned_one(request_of, expected):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("vocab", [1, 7, 512, 513, 1024, 1300, 5000])
 def test_inverse_cdf_equals_a_search_in_the_flat_fp64_sum(vocab, dtype):
-    """The two-level sums find the token that a search in one fp64 cumulative sum finds, and leave their input alone.
+    """The two-level search finds the same token as a search in one fp64 cumulative sum, and does not change its input.
 
-    So no token without probability, also at the ends of a row and of its blocks.
+    A token without probability is never sampled, even at the ends of rows and blocks.
     """
     generator = torch.Generator().manual_seed(vocab)
     logits = 4 * torch.randn(400, vocab, generator=generator, dtype=dtype)
     logits[100:][torch.rand(300, vocab, generator=generator) < 0.7] = -torch.inf
-    logits[200:300, 0] = -torch.inf  # nothing at the start: a uniform of 0 must pass it
-    logits[200:300, -1] = -torch.inf  # nothing at the end: the largest uniform must not reach it
+    logits[200:300, 0] = -torch.inf  # no probability at the start: a uniform of 0 must skip this token
+    logits[
+        200:300, -1
+    ] = -torch.inf  # no probability at the end: the largest uniform must not reach this token
     logits[300:, : vocab // 2] = -torch.inf  # whole blocks
     logprobs = torch.log_softmax(logits[logits.isfinite().any(-1)], -1)
     before = logprobs.clone()
     cdf = logprobs.double().exp().cumsum(-1)
-    # Just beside a token's end, where a probability that is rounded to fp32 takes the neighbour.
+    # Just next to a token's end, where rounding to fp32 would select the neighbour.
     some = torch.randint(vocab, (len(cdf), 1), generator=generator)
     ends = cdf.gather(1, some)[:, 0] / cdf[:, -1]
     for uniform in (ends - 1e-12, ends + 1e-12, 0 * ends, torch.full_like(ends, LARGEST_UNIFORM)):
@@ -68,9 +70,7 @@ def test_inverse_cdf_equals_a_search_in_the_flat_fp64_sum(vocab, dtype):
     ("vocab", "temperature", "rule"), [(12, 0.8, Truncation()), (30, 1.5, Truncation(12, 0.95))]
 )
 def test_sampled_frequencies_match_the_probabilities(vocab, temperature, rule):
-    """Forty thousand draws over distinct keys pass a chi-square test against the softmax, over the kept tokens alone
-    where it is truncated. Pitfall 5.
-    """
+    """Forty thousand draws with distinct keys pass a chi-square test against the (truncated) softmax. Pitfall 5."""
     draws = 40_000
     generator = torch.Generator().manual_seed(3)
     hidden, head = torch.randn(1, 8, generator=generator), torch.randn(vocab, 8, generator=generator)
@@ -98,8 +98,10 @@ def test_sampled_frequencies_match_the_probabilities(vocab, temperature, rule):
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 @pytest.mark.parametrize("tile", [2048, 3])
 def test_logprobs_are_natural_logs_at_the_sampling_temperature(temperature, tile):
-    """z = [1, 2, 0, -1] gives the reference's numbers for every token, in one tile of the vocabulary and in two. At
-    temperature 0 it is the likeliest token whatever the key, with its logprob at temperature 1."""
+    """Logits [1, 2, 0, -1] give the reference's logprobs, in one vocabulary tile and in two.
+
+    At temperature 0, any key samples the likeliest token, with its logprob at temperature 1.
+    """
     expected, rows = torch.tensor([-1.440190, -0.440190, -2.440190, -3.440190]), 200
     tokens, got = sampled(
         torch.ones(rows, 1),
@@ -118,7 +120,7 @@ EVERYONE = torch.arange(24)
 
 @pytest.mark.parametrize(("vocab", "tile"), [(100, 2048), (1300, 2048), (1300, 512)])
 def test_a_row_of_nan_gives_a_token_with_a_nan_logprob(vocab, tile):
-    """Broken weights reach the caller as a NaN, not as an index out of range; the other rows are unchanged."""
+    """Broken weights give a NaN logprob, not an index out of range; other rows are unchanged."""
     rows, head = sampling_rows(torch.float32), random_head(vocab)
     tokens, logprobs = sample_rows(rows, head, RULES, EVERYONE, vocab_chunk=tile)
     rows["hidden"][:2] = torch.nan
@@ -133,8 +135,9 @@ def test_a_row_of_nan_gives_a_token_with_a_nan_logprob(vocab, tile):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [48, 1000, 2049])
 def test_a_row_is_sampled_alike_alone_and_in_any_batch(dtype, vocab, rules):
-    """Mixed temperatures and rules in one batch, rows alone, in reverse, in pairs and threes: the same token and
-    logprob bit for bit. Greedy rows and those without a rule are sampled from the whole vocabulary. Pitfall 51.
+    """Tokens and logprobs are bitwise equal in any batch of mixed temperatures and rules. Pitfall 51.
+
+    Greedy rows and rows without a rule are sampled from the whole vocabulary.
     """
     rows, head = sampling_rows(dtype), random_head(vocab, dtype)
     expected = sample_rows(rows, head, rules, EVERYONE)

@@ -1,4 +1,4 @@
-"""The scheduler at real sizes: prompts are computed once, and requests are hardly ever thrown out. Exact counts."""
+"""The scheduler at real sizes: prompts are computed once, and requests are rarely preempted. Counts are exact."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from support.engines import next_turn
 from support.marks import slow
 from support.scheduling import Load, requests_of, stub_engine
 
-# Far more requests than places, in caches that just have room and in a tight one.
+# Far more requests than slots, in caches that are just large enough and in a tight cache.
 LOADS = {
     "one place": Load(1, 4096, 3, 4, 500, 20),
     "long prompts": Load(32, 37_500, 8, 16, 1000, 200),
@@ -21,7 +21,7 @@ LOADS = {
 
 @pytest.mark.parametrize("name", [name if name == "one place" else slow(name) for name in LOADS])
 def test_prompts_are_computed_once_and_requests_are_hardly_ever_thrown_out(name):
-    """In tight caches under 2 % are, and half of the prompts are computed again."""
+    """In tight caches, under 2 % of requests are preempted, and half of the prompts are recomputed."""
     load = LOADS[name]
     with stub_engine(load) as engine:
         rollouts = engine.generate(requests_of(load))
@@ -33,14 +33,14 @@ def test_prompts_are_computed_once_and_requests_are_hardly_ever_thrown_out(name)
 
 
 def test_a_request_that_fills_the_whole_cache_is_decoded_to_its_end():
-    """Each of a group in turn: no block is left for a stem."""
+    """A group's requests run in turn, because no block is left for a shared prefix."""
     load = Load(4, 1024, 2, 3, 1000, 1000, max_new_tokens=24)
     with stub_engine(load) as engine:
         assert len(engine.generate(requests_of(load))) == load.num_requests
 
 
 def test_a_request_is_admitted_where_its_own_limit_needs_less_than_the_headroom():
-    """All 31 run at once in 31 blocks of the cache, of which none needs a second one."""
+    """All 31 requests run at once in 31 cache blocks, because no request needs a second block."""
     load = Load(64, 31 * 128, 31, 1, 100, 1000, max_new_tokens=24)
     with stub_engine(load) as engine:
         engine.generate(requests_of(load))
@@ -49,14 +49,14 @@ def test_a_request_is_admitted_where_its_own_limit_needs_less_than_the_headroom(
 
 NUM_TURNS = 5
 REPLY = [1] * 20
-# Eight times as many episodes as places. They grow to 5 blocks each, of which 7 share the first.
+# Eight times as many episodes as slots. Each episode grows to 5 blocks; a group shares the first block.
 EPISODES = Load(4, 32 * 5 * 128, 4, 8, 200, 30, max_new_tokens=60)
 
 
 def run_episodes(engine: Engine, load: Load, is_due: Callable[[int, int], bool]) -> None:
     """Run episodes of NUM_TURNS turns each.
 
-    is_due: whether a reply comes, by the steps since its turn ended and the number of episodes that wait for one.
+    is_due: whether a reply arrives, given the steps since its turn ended and the number of waiting episodes.
     """
     num_turns = Counter()
     waiting = {}
@@ -77,11 +77,11 @@ def run_episodes(engine: Engine, load: Load, is_due: Callable[[int, int], bool])
     raise AssertionError("the episodes do not end")
 
 
-# What no schedule can leave out: prompts, replies, and the newest token of each turn that goes on.
+# The minimum for any schedule: prompts, replies, and each continued turn's newest token.
 LEAST = EPISODES.unique_prompt_tokens + EPISODES.num_requests * (NUM_TURNS - 1) * (len(REPLY) + 1)
 
 
-# The share of the episodes' tokens that the cache holds, and when a reply comes.
+# The fraction of the episodes' tokens that fit into the cache, and when a reply arrives.
 PACES = {
     "all fit": (1.0, lambda steps, _: steps >= 400),
     "a fifth fits": (0.2, lambda steps, _: steps >= 40),
@@ -92,8 +92,10 @@ PACES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PACES)
 def test_episodes_that_wait_for_replies_are_hardly_computed_again(name):
-    """However slow the replies, new ones wait until others leave them room. Where all replies wait for all episodes,
-    some are dropped, without a deadlock, and are computed again once a turn at most."""
+    """However slow the replies, new episodes wait for room in the cache.
+
+    If all replies wait for all episodes, caches are evicted, without a deadlock, and recomputed at most once per turn.
+    """
     cache_frac, is_due = PACES[name]
     load = replace(EPISODES, cache_tokens=int(cache_frac * EPISODES.cache_tokens))
     with stub_engine(load) as engine:

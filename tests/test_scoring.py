@@ -1,4 +1,4 @@
-"""Logprobs, entropies and values: against full logits, against autograd, over any cut of the work."""
+"""Logprobs, entropies and values equal those of full logits and autograd, however the work is split."""
 
 import dataclasses
 import math
@@ -28,7 +28,7 @@ ERRORS = {torch.float64: (1e-14, 1e-11), torch.float32: (1e-6, 3e-6), torch.bflo
 
 
 def full_logits(hidden, head, targets, divisor):
-    """Logprobs and entropies."""
+    """Return logprobs and entropies from full logits."""
     logprobs = (hidden @ head.T / divisor).log_softmax(-1)
     return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
 
@@ -36,9 +36,9 @@ def full_logits(hidden, head, targets, divisor):
 @pytest.mark.parametrize("sizes", [(7, 64), (30, 7), (40, 400), (89, 1099), (90, 1100), (99, 2048)])
 @pytest.mark.parametrize("dtype", ERRORS)
 def test_results_and_gradients_of_the_head_are_those_of_full_logits(dtype, sizes):
-    """For any chunk and tile, border and last rest, with the error of the dtype. Pitfalls 12 and 41.
+    """This holds for any chunk and tile sizes, within the dtype's error. Pitfalls 12 and 41.
 
-    From bf16 states and weights the logprobs are exact to fp32: no logit passes through bf16, and gradients are rounded
+    With bf16 states and weights, logprobs are exact to fp32: no logit is rounded to bf16, and gradients are rounded
     once, not in each tile. Pitfall 7.
     """
     generator = torch.Generator().manual_seed(6)
@@ -63,7 +63,7 @@ def test_results_and_gradients_of_the_head_are_those_of_full_logits(dtype, sizes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_sampled_logprobs_equal_scored_ones_over_tiles_of_the_vocabulary(vocab, tile, dtype):
-    """One tile or several with an uneven last one, few rows or many: bit for bit what training computes."""
+    """Sampling gives training's bits with one tile or several, an uneven last tile, and few or many rows."""
     generator = torch.Generator().manual_seed(7)
     hidden = torch.randn(300, 64, generator=generator).to(dtype)
     head = torch.randn(vocab, 64, generator=generator).div(4).to(dtype)
@@ -73,7 +73,7 @@ def test_sampled_logprobs_equal_scored_ones_over_tiles_of_the_vocabulary(vocab, 
         heat, divisor = torch.full((rows,), temperature), torch.full((300, 1), temperature)
         tokens, logprobs = sampled(hidden[:rows], head, **noise, temperature=heat, vocab_chunk=tile)
         everything = torch.cat([tokens, torch.randint(0, vocab, (300 - rows,), generator=generator)])
-        # Also where 1, 2 or 3 rows are left for the last chunk.
+        # Some chunk sizes leave 1, 2 or 3 rows for the last chunk.
         for chunk in (1000, 299, 298, 297, 37):
             scored, _ = ChunkedLogprobs.apply(hidden, head, everything, divisor, chunk, tile)
             assert (scored[:rows] - logprobs).abs().max() <= (0 if exact else 1e-5), (rows, chunk)
@@ -81,7 +81,7 @@ def test_sampled_logprobs_equal_scored_ones_over_tiles_of_the_vocabulary(vocab, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)])
 def test_logits_and_the_head_in_fp32_never_exist_as_a_whole(dtype):
-    """Forward and backward hold one chunk of one tile, or one tile of the head, beside the head's gradient."""
+    """Besides the head's gradient, forward and backward hold one chunk of one tile, or one tile of the head."""
     rows, vocab, width = 300, 8000, 32
     hidden, head = (torch.randn(n, width).to(dtype).requires_grad_() for n in (rows, vocab))
 
@@ -96,9 +96,9 @@ def test_logits_and_the_head_in_fp32_never_exist_as_a_whole(dtype):
 
 @pytest.mark.parametrize("tile", [8, 3, 2, 1])
 def test_tokens_of_no_probability_leave_results_finite_but_broken_weights_do_not(tile):
-    """0 log 0 is 0: logits so far apart that probabilities, or a tile's, underflow, or are -inf, make no NaN.
+    """Logits of -inf, or so far apart that probabilities underflow, give no NaN: 0 log 0 is 0.
 
-    A NaN in the head is one in every logprob and gradient. Pitfall 42.
+    A NaN in the head makes every logprob and gradient NaN. Pitfall 42.
     """
 
     def results(last):
@@ -141,14 +141,14 @@ GROUPS = [(1, 3, 60), (127, 1, 2, 60), (128, 9, 1, 0), (129, 40, 2, 1, 7, 7), (5
 
 
 def make_groups(seed):
-    """A batch of shuffled groups with prompts around a block's border, and a pair of equal rollouts among them.
+    """Return a batch of shuffled groups with prompts around a block border; two rollouts are equal.
 
-    One rollout is nothing but its prompt.
+    One rollout consists of its prompt only.
     """
     generator = torch.Generator().manual_seed(seed)
     infos = shuffled_members(GROUPS, seed)
     openings = [torch.randint(0, VOCAB, (prompt,), generator=generator) for prompt, *_ in GROUPS]
-    # By the numbers of tokens, so that the two of 7 own tokens are equal.
+    # Tokens depend on the sizes, so the two rollouts with 7 sampled tokens are equal.
     sizes = [one[1:] for one in infos]
     own = {size: torch.randint(0, VOCAB, (size[0] - size[1],), generator=generator) for size in sizes}
     tokens = torch.cat([torch.cat([openings[one.id.prompt_ordinal], own[one[1:]]]) for one in infos])
@@ -157,7 +157,7 @@ def make_groups(seed):
 
 
 def frozen_results(language, scalar, batch, cut):
-    """Logprobs and values [T], and of each sequence the value after its last token [N], as `FrozenModel`s add them."""
+    """Return logprobs and values [T], and sequences' values after their last tokens [N], added by `FrozenModel`s."""
     for model, of_model, names in (
         (language, score_sampled, ["old_logprobs"]),
         (scalar, value_batch, ["values", "end_values"]),
@@ -170,10 +170,10 @@ def frozen_results(language, scalar, batch, cut):
 @pytest.mark.parametrize("seed", [0, slow(1)])
 @torch.no_grad()
 def test_results_depend_neither_on_microbatches_nor_on_sharing_prompts(dtype, seed):
-    """Groups whole, torn apart, in any order or one by one, with empty parts: each result is back in its place.
+    """Covers whole and split groups, any order, single sequences and empty microbatches. Pitfall 38.
 
-    Each completion, its first token too, has the same bits of logprobs, entropies, values and score as alone.
-    Sequences in no microbatch have none. Pitfall 38.
+    Logprobs, entropies, values and scores of each completion, first tokens included, have the same bits as without
+    sharing. Sequences in no microbatch get NaN.
     """
     language, scalar = make_model(dtype), make_model(dtype, scalar_head=True)
     is_exact = is_batch_invariant(language.config, dtype, CPU)
@@ -200,9 +200,9 @@ def test_results_depend_neither_on_microbatches_nor_on_sharing_prompts(dtype, se
 
 
 def test_parking_a_frozen_model_copies_nothing_back(monkeypatch):
-    """Each use costs a copy to the device; afterwards the host has its own tensors back, and tied ones still are."""
+    """Each use copies the model to the device; afterwards, the model has its host tensors back, and ties are kept."""
     model = make_model(torch.float32, tied=True)
-    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)  # as a pinned one does
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)  # as for a pinned tensor
     monkeypatch.setattr(Tensor, "to", lambda tensor, *_, **__: tensor.clone())
     on_host = [parameter.data_ptr() for parameter in model.parameters()]
 

@@ -1,4 +1,4 @@
-"""Decoding from the shards that training holds: the bits of whole weights, by ranks that pass together."""
+"""Decoding from training's shards gives the same bits as decoding from full weights."""
 
 import json
 from dataclasses import replace
@@ -27,7 +27,7 @@ from support.scripts import (
 
 
 def sharded_twin(whole: Transformer, rank: int) -> Transformer:
-    """A model with this rank's rows of the layers' weights."""
+    """Return a model with this rank's rows of the layers' weights."""
     model = make_meta_model(whole.config)
     model.shard_group = share_layers(model.layers, whole.config.adapters)
     model.to(whole.lm_head.weight.dtype)
@@ -44,12 +44,12 @@ def sharded_twin(whole: Transformer, rank: int) -> Transformer:
 
 
 def decoded(rollouts):
-    """What must be equal of rollouts: tokens, the bits of logprobs, reasons."""
+    """Return what must be equal: tokens, logprobs and finish reasons."""
     return [(r.tokens.tolist(), r.stream["logprob"].tolist(), r.finish_reason) for r in rollouts]
 
 
 def decode_both_ways(rank, whole, size, options):
-    """This rank's share of the requests decoded from whole weights, and together; its share of the layers' bytes."""
+    """Decode this rank's requests from full weights and from shards; return both, and the shard's size fraction."""
     model = sharded_twin(whole, rank)
     requests = mixed_requests()
     num_computed = len(requests) // size
@@ -72,7 +72,7 @@ PADDED = {"async_decoding": True, "cuda_graphs": True}
 @pytest.mark.parametrize(
     ("case", "dtype", "size", "options"),
     [
-        ("llama_biases", torch.float32, 2, {}),  # an MLP of 131, which does not divide
+        ("llama_biases", torch.float32, 2, {}),  # an MLP width of 131, which does not divide evenly
         slow("smollm3_window", torch.float32, 2, {}),
         slow("qwen2", torch.bfloat16, 2, PADDED),
         slow("llama", torch.float32, 2, SMALL_CACHE),
@@ -86,7 +86,7 @@ PADDED = {"async_decoding": True, "cuda_graphs": True}
 def test_ranks_that_share_layers_decode_the_bits_of_whole_weights(
     request, two_ranks, case, dtype, size, options
 ):
-    """Tokens and logprobs, whatever the features and the other ranks' requests; a rank holds its share of the rows."""
+    """Tokens and logprobs are equal, whatever the features and other ranks' requests; a rank holds only its rows."""
     pool = two_ranks if size == 2 else request.getfixturevalue("four_ranks")
     model = twin(make_checkpoint(case, vocab_size=203)).to(dtype)
     is_exact = is_batch_invariant(model.config, dtype, CPU, size)
@@ -97,7 +97,7 @@ def test_ranks_that_share_layers_decode_the_bits_of_whole_weights(
 
 @pytest.mark.parametrize(("num_columns", "is_exact"), [(24, True), (130, False), (200, True)])
 def test_the_start_notices_shards_with_other_bits(monkeypatch, num_columns, is_exact):
-    """Of products with fewer than 100 columns: two shards of 130 have 65, those of 24 are padded as the whole is."""
+    """Products with fewer than 100 columns differ: two shards of 130 columns have 65 each."""
 
     def linear(x, weight, bias=None):
         exact = (x.double()[:, None] * weight.double()).sum(-1).float()
@@ -111,7 +111,7 @@ def test_the_start_notices_shards_with_other_bits(monkeypatch, num_columns, is_e
 
 
 def weights_held(rank, folder, options):
-    """The bytes of the layers' weights that decode, and of those of a model without shards; their addresses stay."""
+    """Return the bytes of the layers' decode weights with and without shards; check that addresses stay."""
     models = [
         sharded(folder, shard_gradients=True, shard_weights=shard, **options) for shard in (True, False)
     ]
@@ -133,7 +133,7 @@ def weights_held(rank, folder, options):
     "options", [{}, slow({"adapters": Adapters(rank=3, alpha=6.0)})], ids=["", "adapters"]
 )
 def test_a_rank_holds_its_share_of_the_weights_once(two_ranks, tmp_path, options):
-    """Those that decode are refreshed in place, and of a frozen weight they are the shard itself."""
+    """Decode weights are refreshed in place; a frozen decode weight is the shard itself."""
     folder = make_folder(tmp_path / "folder", {**RAW_CONFIG, "hidden_size": 64})
     for held, whole in two_ranks.run(weights_held, folder, options):
         assert held < 0.6 * whole
@@ -168,11 +168,11 @@ def right(completions, answer):
 def sevenths(completions):
     return [len(completion) % 7 / 7 for completion in completions]
 """
-TIMED = ("perf/",)  # of groups there are fewer engines, with larger batches
+TIMED = ("perf/",)  # rates depend on how ranks decode
 
 
 def untimed_digests(folder):
-    """`digests` without each rank's shards and records, which others hold, and without the engines' rates."""
+    """Return `digests` without the ranks' resume files and without the engines' rates."""
     found = {name: digest for name, digest in digests(folder).items() if "/resume/" not in name}
     for line in read_metrics(folder):
         kept = {name: value for name, value in untimed(line).items() if not name.startswith(TIMED)}
@@ -181,7 +181,7 @@ def untimed_digests(folder):
 
 
 def sharding_gradients():
-    """As a run does whose gradients do not fit whole: ranks that decode together always shard them."""
+    """Shard gradients in both runs, because ranks that decode together always shard gradients."""
 
     def plan(*args, **options):
         needed = planning.plan(*args, **options)
@@ -192,7 +192,7 @@ def sharding_gradients():
 
 @pytest.fixture(scope="module")
 def values(tmp_path_factory, embedded_model):
-    """What flags of `RUNS` name."""
+    """Return the values for placeholders in the flags of `RUNS`."""
     folder = tmp_path_factory.mktemp("values")
     (folder / "functions.py").write_text(FUNCTIONS)
     rows = write_rows(folder / "rows.jsonl", [{"prompt": f"{n} 4 2 1", "answer": "1"} for n in range(8)])
@@ -201,7 +201,7 @@ def values(tmp_path_factory, embedded_model):
 
 @pytest.mark.parametrize("case", [case if case == "kl" else slow(case) for case in RUNS])
 def test_a_run_that_decodes_from_shards_is_the_run_with_whole_weights(two_ranks, runs, values, case):
-    """Rollouts' files, checkpoints and metrics: byte for byte. Ranks that decode together shard gradients."""
+    """Rollout files, checkpoints and metrics are equal byte for byte."""
     script, flags = RUNS[case]
     found = []
     for mode in ("on", "off"):

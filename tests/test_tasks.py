@@ -1,4 +1,4 @@
-"""Tasks: files read whole and refused by line and field, answers extracted, held-out rows held out."""
+"""Tasks: rows are read or rejected by line and field, answers are extracted, and held-out rows stay held out."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ from support.texts import user
 CALCULATOR = ROOT / "docs" / "examples" / "calculator.py"
 
 
-# Numbers that both read, that only the flexible one reads, and that neither does.
+# Answers that both extractors read, that only the flexible extractor reads, and that neither extractor reads.
 STRICT = {
     "#### 18.": 18,
     "#### 007": 7,
@@ -66,9 +66,9 @@ NO_ANSWER = (
 
 @pytest.mark.parametrize("text", [*STRICT, *FLEXIBLE, *NO_ANSWER])
 def test_answers_are_extracted_by_the_table(text):
-    """Strict: the number after the last ####. Flexible: the last number. Commas separate thousands. Pitfall 19.
+    """The strict answer is the number after the last ####, the flexible answer the last number. Pitfall 19.
 
-    Pitfalls 20 and 56.
+    Commas separate thousands. Pitfalls 20 and 56.
     """
     assert strict_answer(text) == STRICT.get(text)
     assert flexible_answer(text) == (STRICT | FLEXIBLE).get(text)
@@ -76,7 +76,7 @@ def test_answers_are_extracted_by_the_table(text):
 
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_scores_are_of_the_completion_alone(is_chat):
-    """Also where the prompt holds the answer in the right format. Chats have completions too. Pitfall 19."""
+    """This holds even if the prompt contains the answer in the right format, and for chats. Pitfall 19."""
     prompt = "Is it\n#### 5"
     row = Row([user(prompt)] if is_chat else prompt, {"answer": 5.0}, "f:1")
     texts = ["I do not know", "#### 5", "so 5", "#### 6"]
@@ -93,13 +93,13 @@ def test_scores_are_of_the_completion_alone(is_chat):
     ],
 )
 def test_a_bad_gsm8k_row_is_refused_with_file_line_and_field(tmp_path, row, said):
-    """Also a reference answer that could never be matched."""
+    """This includes a reference answer that no completion could match."""
     with pytest.raises(ValueError, match=rf"rows\.jsonl:2: {said}"):
         load_gsm8k(write_rows(tmp_path / "rows.jsonl", [{"question": "q", "answer": "#### 3"}, row]), ())
 
 
 def test_the_real_gsm8k_files_load_and_their_answers_are_right(data_folder):
-    """Each reference solution scores 1, strictly and flexibly, and another row's does not. Pitfall 56."""
+    """Each reference solution scores 1 with both scores, and another row's solution does not. Pitfall 56."""
     train, test = (str(data_folder / "gsm8k" / f"{name}.jsonl") for name in ("train", "test"))
     task = load_gsm8k(train, [test])
     assert (task.rewards, task.extra_scores) == ({"strict": strict_score}, {"flexible": flexible_score})
@@ -113,7 +113,7 @@ def test_the_real_gsm8k_files_load_and_their_answers_are_right(data_folder):
 
 
 def test_a_run_evaluates_a_fixed_sample_of_a_long_file(tmp_path):
-    """From all over it, the same with another seed, and a note says so; all rows of a short one. Pitfall 56."""
+    """The sample spans the file, ignores the seed and is noted; short files are used in full. Pitfall 56."""
     save_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
 
@@ -133,7 +133,7 @@ def test_a_run_evaluates_a_fixed_sample_of_a_long_file(tmp_path):
 
 @pytest.mark.parametrize("load", [load_sorting, load_calculator])
 def test_embedded_tasks_hold_out_what_they_do_not_train_on(load):
-    """Distinct prompts, none in both parts nor in the examples of the warm start, the same each time. Pitfall 57."""
+    """Prompts are distinct and reproducible; training and warm-start rows have no held-out prompt. Pitfall 57."""
     task = load(num_train=2000, num_eval=100)
     assert load(num_train=2000, num_eval=100) == task
     (held_out,) = task.eval_sets.values()
@@ -151,7 +151,7 @@ def test_the_sorted_string_alone_is_rewarded():
 
 
 def test_only_the_answer_behind_the_calculators_last_result_is_rewarded():
-    """Neither a call nor its result is one: using the tool earns nothing."""
+    """Neither a call nor its result is an answer: using the tool earns nothing."""
     call = "<calc>12*34</calc>"
     right = ["408", f"{call}408=408", f"<calc>1*3</calc>3={call}408=408"]
     wrong = ["", call, f"{call}408=", f"{call}408=40", "4080", f"{call}408=408="]
@@ -161,7 +161,7 @@ def test_only_the_answer_behind_the_calculators_last_result_is_rewarded():
 
 @pytest.mark.slow
 def test_a_run_learns_to_call_the_calculator(two_ranks, tmp_path):
-    """Calls are rare at first and nearly all at the end; answers become right, so calls are answered."""
+    """Calls are rare at first and nearly universal at the end; answers become right, so calls get results."""
     flags = f"--task calculator --rollout {CALCULATOR}:calculator --num-steps 12"
     first, *_, last = read_metrics(trained(two_ranks, tmp_path / "learns", "train_grpo.py", flags))
     assert first["reward/calls"] < 0.15
@@ -202,7 +202,7 @@ def test_a_reward_or_reward_model_takes_the_place_of_the_tasks_own_which_is_stil
         ),
         ({"task": "sorting", "data": "a.jsonl"}, "drop --data"),
         ({"reward": ("score",)}, "--reward score: expected"),
-        # Metrics and weights go by name.
+        # Metrics and weights are identified by name.
         (
             {"data": "a.jsonl", "eval_data": ("a/x.jsonl", "b/x.jsonl")},
             "--eval-data .* two files have the same name",

@@ -22,7 +22,7 @@ TINY += " --max-new-tokens 8"
 
 @pytest.fixture(scope="module")
 def teacher(embedded_model, tmp_path_factory) -> Path:
-    """Another model than the embedded one, with five more rows of embeddings."""
+    """Return a folder with a perturbed copy of the bundled model, which has five more embedding rows."""
     folder = tmp_path_factory.mktemp("teacher") / "model"
     shutil.copytree(embedded_model, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -39,12 +39,12 @@ def teacher(embedded_model, tmp_path_factory) -> Path:
 
 
 def train(pool, runs, name, *flags):
-    """The metrics of a run without times."""
+    """Train; return the metrics without times."""
     return list(map(untimed, read_metrics(trained(pool, runs / name, "train_grpo.py", TINY, *flags))))
 
 
 def test_a_teacher_that_is_the_policy_teaches_nothing(two_ranks, runs, embedded_model):
-    """No token has an advantage or a loss, and a step leaves each weight as it is, bit for bit; rewards are logged.
+    """No token has an advantage or a loss, and no step changes a bit of any weight; rewards are logged.
 
     Pitfall 62.
     """
@@ -61,9 +61,9 @@ def test_a_teacher_that_is_the_policy_teaches_nothing(two_ranks, runs, embedded_
 def test_a_teacher_alone_makes_the_loss_its_kl_and_beside_rewards_is_added_to_their_advantages(
     one_rank, runs, teacher
 ):
-    """With its weight, whatever the rewards' baseline. A token without a teacher's value would make the loss NaN.
+    """The teacher term has its coefficient, whatever the rewards' baseline. Pitfall 64.
 
-    Pitfall 64.
+    A token without a teacher logprob would make the loss NaN.
     """
     advantages = []
     for i, coef in enumerate(("", "--teacher-coef 1e-12", "--teacher-coef 0.5")):
@@ -80,9 +80,9 @@ def test_a_teacher_alone_makes_the_loss_its_kl_and_beside_rewards_is_added_to_th
 
 @torch.no_grad()
 def test_a_larger_vocabulary_is_cut_and_ids_beyond_a_smaller_one_have_no_mass(teacher):
-    """Each of 24 ids is sampled, between two others, whose logprobs stay finite where the model lacks the id.
+    """Each of 24 ids is sampled between two other tokens; logprobs stay finite for ids that the model lacks.
 
-    Head and embeddings stay one tensor where they are tied. Pitfall 63.
+    Tied head and embeddings stay one tensor. Pitfall 63.
     """
     model = load_replica(teacher, dtype=torch.float32)
     tokens = torch.nn.functional.pad(torch.arange(24)[:, None], (1, 1), value=1).flatten()
@@ -112,7 +112,7 @@ def test_a_larger_vocabulary_is_cut_and_ids_beyond_a_smaller_one_have_no_mass(te
 def test_teachers_that_cannot_be_used_are_refused_before_work(
     tmp_path, embedded_model, file, old, new, message
 ):
-    """By flag or token, in a dry run as in a run. Pitfall 63."""
+    """The error names the flag and the tokens, in a dry run as in a run. Pitfall 63."""
     teacher = shutil.copytree(embedded_model, tmp_path / "teacher")
     text = (teacher / file).read_text()
     assert old in text

@@ -1,4 +1,4 @@
-"""The runs of wandb itself, offline."""
+"""Runs with the real wandb package, offline."""
 
 import json
 
@@ -7,7 +7,7 @@ from minirl.report import logger
 
 
 def test_wandb_has_the_variables_completions_and_best_score_also_of_a_resumed_run(monkeypatch, tmp_path):
-    """Row 40: it is the same run of the user's project. A table has the first rollouts by id, and long texts cut."""
+    """Row 40: a resume continues the same wandb run. The table has the first rollouts by id, with texts truncated."""
     monkeypatch.setattr(logger.dist, "gather_object", lambda mine, gathered: gathered.__setitem__(0, mine))
     variables = {"PROJECT": "sums", "ENTITY": "us", "RUN_GROUP": "seeds", "TAGS": "a"}
     for name, value in (variables | {"DATA_DIR": str(tmp_path)}).items():

@@ -1,4 +1,4 @@
-"""Hugging Face folders: the meaning of config.json, refusals, and round trips that keep every bit."""
+"""Hugging Face folders: the meaning of config.json, rejected folders, and round trips that keep every bit."""
 
 import copy
 import dataclasses
@@ -66,7 +66,7 @@ def save(model, folder, **overrides):
 
 
 def load_value_model(folder):
-    """A value model on the folder's trunk, as train_ppo.py makes it, in memory that held something else before."""
+    """Return a value model on the folder's trunk, as in train_ppo.py, in memory that was filled with NaN."""
     model = Transformer(dataclasses.replace(read_config(folder), scalar_head=True))
     for param in model.parameters():
         param.data.fill_(torch.nan)
@@ -100,11 +100,11 @@ def edit_tensors(folder, edit):
     ids=str,
 )
 def test_rope_is_read_from_both_places(keys):
-    """`rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before), with both names of the type."""
+    """Covers `rope_parameters` (transformers 5), `rope_theta` with `rope_scaling`, and both keys for the type."""
     raw = TINY | copy.deepcopy(keys)
     (rope,) = set(config_from_dict(raw).layer_ropes)
     assert raw == TINY | keys, "what is saved later is what was read"
-    # Of the two frequencies only the second one turns less than once in the original context.
+    # Only the second of the two frequencies makes less than one turn in the original context.
     assert rope.frequencies == pytest.approx((1.0, 500**-0.5 / 8))
 
 
@@ -132,26 +132,26 @@ def test_rope_is_read_from_both_places(keys):
         ({"vocab_size": 10**12}, "vocab_size=1000000000000 exceeds the limit of 1048576"),
         (QWEN | {"layer_types": ["sliding_attention"] * 3}, "sliding_window"),
         (QWEN | {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
-        # Two labels are transformers' default and not in config.json: such a model is not a reward model either.
+        # transformers' default is two labels, which config.json omits; a model with two labels is no reward model.
         ({"architectures": ["LlamaForSequenceClassification"]}, r"config\.json.*one label"),
     ],
     ids=str,
 )
 def test_what_changes_the_numbers_and_is_not_supported_is_refused(tmp_path, keys, named):
-    """No config key is silently ignored when it may mean another model, or has a bad value. Fault 33."""
+    """A key that may change the model, or has a bad value, is never silently ignored. Fault 33."""
     (tmp_path / "config.json").write_text(json.dumps(TINY | keys))
     with pytest.raises(InputError, match=named):
         read_config(tmp_path)
 
 
-# Of families that have no published model there. Text in vision models is written by other classes.
+# Keys of families without a published model, and published models. Vision models have other config classes.
 CONFIGS = {name: TINY | raw for name, raw in PUBLISHED_KEYS["keys of others"].items()}
 CONFIGS |= {name: raw for name, (raw, _) in PUBLISHED.items() if "text_config" not in raw}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_published_configs_are_read_with_all_of_their_keys(name):
-    """The keys of the models that people train, of their copies, and all that transformers 4 and 5 write. Fault 33.
+    """Covers the keys of published models, of their copies, and all keys that transformers 4 and 5 write. Fault 33.
 
     Dropout changes nothing. Pitfall 8.
     """
@@ -174,7 +174,7 @@ def test_the_other_kind_of_model_is_refused_with_its_folder(tmp_path, scalar_hea
 
 
 def test_a_value_model_from_a_language_model_starts_at_zero_everywhere(tmp_path):
-    """Its trunk is the policy's, bit for bit; its head is 0, whatever was in memory, and can learn. Pitfall 32."""
+    """The trunk equals the policy's bit for bit; the head is 0, whatever was in memory, and trainable. Pitfall 32."""
     source = random_model()
     model = load_value_model(save(source, tmp_path / "saved"))
     trunk = {name: param for name, param in source.named_parameters() if name != "lm_head.weight"}
@@ -210,9 +210,9 @@ Q_BIAS = "model.layers.0.self_attn.q_proj.bias"
 def test_tensors_that_do_not_fit_the_config_or_need_decoding_are_refused_by_name(
     tmp_path, load, is_classifier, name, tensor, said
 ):
-    """Never a half-loaded model; and only a language model's missing value head is made up. Faults 32 and 33.
+    """No model is loaded partially; only a value head that a language model lacks is created. Faults 32 and 33.
 
-    Quantized weights have their scales elsewhere: as they are they would be another model's.
+    Quantized weights keep scales in other tensors, so loading them directly would give another model.
     """
     folder = save(random_model(scalar_head=is_classifier), tmp_path / "saved")
     edit_tensors(folder, lambda t: t.pop(name) if tensor is None else t.update({name: tensor}))
@@ -228,7 +228,7 @@ def test_tensors_that_do_not_fit_the_config_or_need_decoding_are_refused_by_name
 def test_a_replica_is_frozen_and_has_the_weights_that_transformers_reads(
     tmp_path, tied, max_shard_size, stored, dtype
 ):
-    """One safetensors file or an index with many, converted to the dtype asked for, whatever the file has."""
+    """Weights come from one safetensors file or several with an index, and are converted to the requested dtype."""
     config = LlamaConfig.from_dict(TINY | {"tie_word_embeddings": tied})
     made = AutoModelForCausalLM.from_config(config, dtype=stored)
     made.save_pretrained(tmp_path, max_shard_size=max_shard_size)
@@ -241,7 +241,7 @@ def test_a_replica_is_frozen_and_has_the_weights_that_transformers_reads(
 
 
 def test_weights_are_compared_with_the_config_before_any_are_made(tmp_path):
-    """A config.json that asks for more memory than the machine has is refused by the folder's tensors. Fault 33."""
+    """A config.json for a model too large for this machine is rejected by comparing tensor shapes. Fault 33."""
     folder = save(random_model(), tmp_path / "saved")
     config = config_from_dict(TINY | {"vocab_size": 2**20, "hidden_size": 2**20, "intermediate_size": 2**20})
     with pytest.raises(InputError, match="shape"):
@@ -249,7 +249,7 @@ def test_weights_are_compared_with_the_config_before_any_are_made(tmp_path):
 
 
 def test_tensors_that_hold_nothing_new_are_ignored(tmp_path):
-    """Old checkpoints store rope's frequencies, and the tied head a second time."""
+    """Old checkpoints store RoPE frequencies, and a tied head a second time."""
     source = random_model(tie_word_embeddings=True)
     folder = save(source, tmp_path / "saved", tie_word_embeddings=True)
 
@@ -273,9 +273,10 @@ def test_tensors_that_hold_nothing_new_are_ignored(tmp_path):
     ],
 )
 def test_a_saved_folder_loads_bit_equal_in_transformers_and_here(tmp_path, family, tied, scalar_head, dtype):
-    """The folder is a checkpoint of its family in the weights' dtype, whatever dtype the source's config.json had: a
-    language model, or with a scalar head a classifier, also where config.json named no class. A value model from a
-    classifier starts with its head. Fault 33."""
+    """The folder is a language model or, with a scalar head, a classifier in the weights' dtype. Fault 33.
+
+    The source's config.json may have another dtype or name no class. A value model from a classifier keeps its head.
+    """
     keys = {"model_type": family, "tie_word_embeddings": tied, "torch_dtype": "float16"}
     keys["architectures"] = [] if family == "qwen2" else [f"{CLASSES[family]}ForCausalLM"]
     source = random_model(dtype, scalar_head=scalar_head, **keys)
@@ -293,7 +294,7 @@ def test_a_saved_folder_loads_bit_equal_in_transformers_and_here(tmp_path, famil
 
 
 def test_weights_that_are_views_are_saved_as_they_look(tmp_path):
-    """A transposed or sliced tensor is written in its own order, without its neighbours in memory."""
+    """A transposed or sliced tensor is saved in its logical order, without neighbouring memory."""
     source = random_model()
     tensors = {name: param.detach() for name, param in source.named_parameters()}
     padded = {name: torch.cat([x, x])[: len(x)] for name, x in tensors.items()}
@@ -330,7 +331,7 @@ def test_a_checkpoint_has_all_files_of_tokenizer_and_processor_and_nothing_else(
 
 @pytest.mark.parametrize("name", ["./nowhere", "{tmp}"])
 def test_a_path_without_config_is_not_found_and_not_looked_up(tmp_path, monkeypatch, name):
-    """What looks like a path never becomes a request to the hub; the error names it and the flag."""
+    """A name that looks like a path never causes a Hub request; the error names the path and the flag."""
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
     name = name.format(tmp=tmp_path)
     with pytest.raises(InputError, match=rf"--model {name}.*config\.json"):
@@ -338,7 +339,7 @@ def test_a_path_without_config_is_not_found_and_not_looked_up(tmp_path, monkeypa
 
 
 def test_other_names_are_hub_ids(tmp_path, monkeypatch):
-    """An id is fetched without pickles and code, unless a folder has its name."""
+    """A Hub id is downloaded without pickles and code, unless a folder has the same name."""
     patterns = []
 
     def download(name, allow_patterns):

@@ -28,7 +28,7 @@ def cache_config(windows: dict[int, int | None], *, num_kv_heads: int, groups: i
 
 
 def make_cache(window: int | None, groups: int, dim: int, dtype: torch.dtype) -> tuple[KVCache, list[int]]:
-    """Return a cache of random keys and values, and its rows: prompts, forks, and rows decoded past a block border."""
+    """Return a random cache and its rows: prompts, forks, and rows decoded past a block border."""
     config = cache_config({0: window}, num_kv_heads=2, groups=groups, head_dim=dim)
     cache = KVCache(config, num_tokens=96 * BLOCK, max_sequences=32, dtype=dtype, device=CPU)
     parents = [cache.blocks.add(length) for length in (1, 64, 127, 128, 131, 300)]
@@ -65,9 +65,9 @@ def paged_read(cache: KVCache, rows: list[int]) -> PagedMetadata:
 def decoded_both_ways(
     device: torch.device, window: int | None, groups: int, dim: int, dtype: torch.dtype, chosen: Iterable[int]
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs of the paged kernel on a device and of portable fp32 attention, for rows of `make_cache`.
+    """Return the outputs of the paged kernel and of portable fp32 attention for some rows of `make_cache`.
 
-    The paged kernel's pool has NaN in all slots that it must not read.
+    The paged kernel's pool has NaN in all slots that the kernel must not read.
     """
     from minirl.extras.kernels import paged_attention
 

@@ -1,4 +1,4 @@
-"""Collectors over a tiny model whose vocabulary is letters."""
+"""Collectors with a tiny model whose tokens are letters."""
 
 import asyncio
 import functools
@@ -41,7 +41,7 @@ def letter_tokenizer(template=None, *, chat=False) -> ChatTokenizer:
 
 
 class Prompts(PromptStream):
-    """Prompts whose completions have given lengths: without stop tokens, each with its own limit."""
+    """Prompts whose completions have given lengths: requests have no stop tokens, and each has its own limit."""
 
     def __init__(self, length_of=None, *, num_rows=40, max_new_tokens=MAX_NEW_TOKENS, tokenizer=None):
         rng = random.Random(0)
@@ -86,7 +86,7 @@ def make_collector(
 
 
 async def calculator(episode: Episode):
-    """Sample three turns; the reply after each depends on the sampled text."""
+    """Sample three turns; the reply after each turn depends on the sampled text."""
     turn = await episode.generate(stop="e", max_tokens=15)
     for _ in range(2):
         reply = "xyz" if "a" in turn.text else LETTERS[len(turn.ids)] * (episode.seed % 40)
@@ -99,7 +99,7 @@ def chat_prompts(max_new_tokens=MAX_NEW_TOKENS, template=CHAT) -> Prompts:
 
 
 def unhurried(rollout):
-    """Return the same rollout function with a random delay before each request."""
+    """Return a rollout function with a random delay before each of its requests."""
 
     async def waiting(episode):
         ask = episode.branches[0].request_turn
@@ -137,7 +137,7 @@ def facts(rollout: Rollout) -> tuple:
 
 
 def resumed(first: Collector, second: Collector) -> Collector:
-    """Return the second collector, resumed from a checkpoint of the first one."""
+    """Return the second collector, resumed from the first collector's checkpoint."""
     second.in_flight.restore(first.in_flight.num_served, first.in_flight.ordinals)
     first.close()
     return second
@@ -159,7 +159,7 @@ def collected(
 def assert_pauses_change_nothing(make, whole: Collector, *, budget=6) -> None:
     """Assert that pauses between rounds and restarts after a checkpoint do not change the rollouts.
 
-    make: makes a collector with further options. whole: collector that makes the same rollouts in one step.
+    make: returns a collector for given options. whole: a collector that makes the same rollouts in one step.
     """
     pausing = {"round_tokens": budget, "max_staleness": 3}
     collector = make(**pausing)

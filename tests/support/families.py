@@ -146,8 +146,8 @@ CASES = {
 }
 
 
-# Published models. "models" maps each one to its config.json without tokenizer keys and to its parameters in billions;
-# the types in "mixtures" run with transformers' modules.
+# Published models. "models" maps each name to the config.json without tokenizer keys and to the parameter count in
+# billions; the types in "mixtures" run with transformers' modules.
 PUBLISHED_KEYS = json.loads(Path(__file__).with_name("published.json").read_text())
 PUBLISHED = PUBLISHED_KEYS["models"]
 
@@ -208,7 +208,7 @@ def logit_error(oracle: Any, model: Transformer) -> float:
 
 
 def adapted(folder, adapters, dtype=torch.float32, *, seed=None):
-    """Return the folder's model with adapters: new ones, or with a seed, random ones of full rank."""
+    """Return the folder's model with adapters: newly initialized ones or, with a seed, random full-rank ones."""
     config = dataclasses.replace(read_config(folder), adapters=adapters)
     model = make_meta_model(config)
     model.to(dtype).to_empty(device="cpu")
@@ -238,7 +238,7 @@ def check_peft(folder: Path, saved: Path, auto_class: Any) -> None:
 
 
 def flags_to_train(model: Path) -> str:
-    """Give a small model the embedded model's tokenizer; return flags to train it on new rows with a new reward."""
+    """Give a small model the bundled model's tokenizer; return flags to train the model on new rows."""
     save_tokenizer(model)
     data = write_rows(model.with_name("data.jsonl"), [{"prompt": f"{i}{9 - i}="} for i in range(9)])
     flags = "--prompts-per-step 4 --group-size 4 --max-new-tokens 8 --lr 1e-3 --temperature 9"

@@ -1,6 +1,6 @@
-"""Fork processes from one that has imported the library: 0.1 s of CPU time each, instead of 6 s for a fresh one.
+"""Fork processes from a process that has imported the library: 0.1 s of CPU time each, instead of 6 s.
 
-All share one hash seed; under torchrun, each rank has its own.
+All forked processes share one hash seed; under torchrun, each rank has its own seed.
 """
 
 import functools

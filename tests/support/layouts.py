@@ -7,7 +7,8 @@ import torch
 from minirl.rollouts import RolloutId
 from minirl.training.batch import Batch, SequenceInfo
 
-# Prompts around block borders, with one to five members. One member has no own tokens; two families share nothing.
+# Prompts around block borders, each with one to five members. One member is only its prompt; two families share
+# nothing.
 FAMILIES = [
     (1, 3, 140),
     (127, 1, 2, 60),

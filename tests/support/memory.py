@@ -13,7 +13,7 @@ from minirl.run.budget import Workload
 
 
 def peak_bytes(function: Callable[[], Any]) -> int:
-    """Return the peak of the bytes that a call allocates. CPU only."""
+    """Return the peak number of bytes that a call allocates on the CPU."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     assert profiler.profiler is not None

@@ -1,5 +1,5 @@
 # ruff: noqa: F401
-"""Import everything that a run may import; the processes of `support.forked` start from here."""
+"""Import everything that a run may import; processes from `support.forked` inherit these imports."""
 
 import gc
 
@@ -18,7 +18,7 @@ from minirl.run import embedded_model
 from minirl.run.config import RunConfig
 
 torch.set_num_threads(1)
-# Preload the 20,000 rows of the embedded task, because all runs use the same rows and making them takes time.
+# Preload the 20,000 rows of the bundled task, because all runs use the same rows and making them takes time.
 _task = embedded_model.load_sorting()
 embedded_model.EMBEDDED_TASKS["sorting"] = lambda: _task
 RunConfig.eval_rows = 8  # instead of 256, because evaluations would dominate a short run

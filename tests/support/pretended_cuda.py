@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
 # Functions that `nn.Module.to` uses to inspect its arguments.
 QUESTIONS = (torch._C._nn._parse_to, torch._has_compatible_shallow_copy_type)
-# Functions that may take tensors of two devices.
+# Functions whose tensors may be on two devices.
 MOVES = (Tensor.to, Tensor.cpu, Tensor.copy_, Tensor.data.__set__, torch._foreach_copy_)
 
 
@@ -35,7 +35,7 @@ class ParameterOnDevice(OnDevice, nn.Parameter):
 
 
 class PretendedCuda(TorchFunctionMode):
-    """A mode that provides `torch.device("cuda")` and raises errors for operations on tensors of two devices."""
+    """A mode that provides `torch.device("cuda")` and raises errors for operations on tensors from two devices."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -66,7 +66,7 @@ def _refuse_mixed(func: Any, inputs: list[Tensor]) -> None:
 def _target(func: Any, args: Any, leaves: list[Any]) -> str:
     """Return the device type of a call's results: the named device, otherwise the device of its tensors.
 
-    For operations that may take tensors of two devices, the first tensor decides.
+    For operations whose tensors may be on two devices, the first tensor decides.
     """
     if func is Tensor.cpu:
         return "cpu"

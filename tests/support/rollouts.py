@@ -30,7 +30,7 @@ def rollout_of(rollout_id, prompt_ids, completion, finish_reason):
 
 
 def in_two_branches(rollout):
-    """Split a rollout into two branches; the second one's prompt is everything before. Single tokens stay unsplit."""
+    """Split a rollout into two branches; the second branch's prompt is everything before. Single tokens stay whole."""
     (branch,) = rollout.branches
     places = branch.loss_mask.nonzero()[0]
     if len(places) < 2:

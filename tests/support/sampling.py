@@ -7,7 +7,7 @@ from minirl.generation.sampling import request_key, sample
 from minirl.rollouts import Truncation
 
 GRID = [Truncation(k, p) for k in (1, 5, 40, 256) for p in (0.3, 0.9, 1.0)]
-# One rule per row of `sampling_rows`; the first row has none.
+# One rule per row of `sampling_rows`; the first row has no rule.
 RULES = [Truncation(), *GRID[1:], *GRID]
 
 
@@ -37,7 +37,7 @@ def random_head(vocab: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def sampled(hidden, head, *, keys, positions, temperature, truncation=(), **options):
-    """The tokens and logprobs of `sample`."""
+    """Return the tokens and logprobs of `sample`."""
     tokens, bits = sample(hidden, head, positions, (keys, temperature, *truncation), **options)
     return tokens.long(), bits.view(torch.float32)
 
@@ -45,7 +45,7 @@ def sampled(hidden, head, *, keys, positions, temperature, truncation=(), **opti
 def sample_rows(
     rows: dict[str, Tensor], head: Tensor, rules: list[Truncation], chosen: Tensor, **options: int
 ) -> tuple[Tensor, Tensor]:
-    """Sample the chosen rows, optionally without truncation rules, as if no request had any."""
+    """Sample the chosen rows; without `rules`, no request has a truncation rule."""
     part = {name: x[chosen] for name, x in rows.items()}
     truncation = columns([rules[i] for i in chosen]) if rules else ()
     return sampled(head=head, **part, truncation=truncation, **options)

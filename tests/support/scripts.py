@@ -87,7 +87,7 @@ def run_in_pool(
     """Run a script's main on all ranks of a pool; return rank 0's output.
 
     script: name of an original script, or path of a fork with a unique name.
-    flags: command-line flags; here and below, one text may hold several, such as "--lr 1 --seed 2".
+    flags: command-line flags; here and below, one string may hold several flags, such as "--lr 1 --seed 2".
     under: makes a context manager to run it in.
     """
     return pool.run(_run_main, script, str(runs), flags, under)[0]
@@ -137,7 +137,7 @@ def _evaluate(rank: int, runs: str, flags: tuple[str, ...]) -> str:
 def trained(
     pool: RankPool, folder: Path, script: str, *flags: str, under: Any = contextlib.nullcontext
 ) -> Path:
-    """Return the folder of a run by `run_in_pool`, made once for all tests that read it."""
+    """Return a run's folder; if the folder does not exist, run the script first."""
     if not folder.exists():
         run_in_pool(pool, script, *flags, f"--run-name {folder.name}", runs=folder.parent, under=under)
     return folder

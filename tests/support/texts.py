@@ -83,7 +83,7 @@ def letter_prompts(texts, *, tokenizer=None, vocab_size=128, **options):
     return PromptStream(rows, tokenizer or Letters(vocab_size), **defaults | options)
 
 
-# Small templates, each with a quirk of published ones, and the token that ends an answer.
+# Small templates, each with a quirk of published templates, and the token that ends an answer.
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

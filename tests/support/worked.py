@@ -20,7 +20,7 @@ def assert_six_decimals(actual, expected):
 
 
 def groups_of(rewards, counts=None, *, greedy=None):
-    """Return groups with rewards fp64 [P, G], whose rollouts sampled `counts` [P, G] tokens, or one each."""
+    """Return groups with rewards fp64 [P, G], whose rollouts sampled `counts` [P, G] tokens, by default one."""
     counts = torch.ones_like(rewards).long() if counts is None else counts
     infos = [
         RolloutInfo([one._replace(num_loss_tokens=one.num_tokens)], False, [])
