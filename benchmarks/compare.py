@@ -3,7 +3,7 @@
     python benchmarks/compare.py --rounds 3 --metric useful_tok_cpu_s \
         "python benchmarks/generate.py MODEL" "python benchmarks/generate.py MODEL --dtype bfloat16"
 
-A command is any program that prints a line with RESULT and a JSON object; its last such line counts. Ratios are
+A command is any program that prints a line with RESULT and a JSON object; its last RESULT line counts. Ratios are
 relative to the first command in the same round.
 """
 
@@ -15,7 +15,7 @@ from statistics import median
 
 
 def result_of(command: str, timeout_s: float) -> dict:
-    """Run a command and return the object on its RESULT line. Raises RuntimeError with its stderr if it prints none."""
+    """Run a command and return the object on its RESULT line. Raises RuntimeError if it prints no result."""
     done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=timeout_s)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:

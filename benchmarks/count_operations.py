@@ -28,7 +28,7 @@ class OperationCounter(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See the class."""
+        """Count an operation for the calling file, and run the operation."""
         frame = sys._getframe(1)
         while frame.f_back is not None and not frame.f_code.co_filename.startswith(str(ROOT)):
             frame = frame.f_back

@@ -5,7 +5,7 @@
 
 A NAME is a check, or a group of checks that finishes within ten minutes: `GPU.md` lists them.
 
-Each check runs in its own process with a time limit. When it ends, its figures are printed and appended to
+Each check runs in its own process with a time limit. When a check ends, its figures are printed and appended to
 FOLDER/figures.md with their expected ranges; `!` marks figures out of range. FOLDER/CHECK.txt has its output. The exit
 code is 1 if a check failed or a figure is out of range.
 """
@@ -144,7 +144,7 @@ def kill_and_resume(place: Place) -> Iterator[Figures]:
 
 
 def waits(place: Place) -> Iterator[Figures]:
-    """Count how often the host waits for the device in a microbatch; tests/test_gpu.py does so for a decode step."""
+    """Count how often the host waits for the device in a microbatch; tests/test_gpu.py covers decode steps."""
     from cuda_decode import random_model
 
     from minirl.training.batch import Batch, independent_sequences
@@ -268,7 +268,7 @@ def run_script(
 ) -> list[dict[str, float]]:
     """Run a training script, at small size without a GPU, and return its metrics.
 
-    stop: signal to send after NUM_STEPS steps. Raises RuntimeError if the script fails without one.
+    stop: signal to send after NUM_STEPS steps. Raises RuntimeError if the script fails without a signal.
     """
     flags += ("--run-name", place.name)
     if not place.is_cuda:

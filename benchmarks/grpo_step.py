@@ -1,4 +1,4 @@
-"""Time one complete GRPO step (generate, reward, score, update) like that of `train_grpo.py`, per phase.
+"""Time each phase of a complete GRPO step (generate, reward, score, update), as in `train_grpo.py`.
 
     OMP_NUM_THREADS=1 python benchmarks/grpo_step.py MODEL
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/grpo_step.py MODEL

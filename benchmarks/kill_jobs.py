@@ -24,7 +24,7 @@ FLAGS = "--num-steps 30 --save-every 1 --eval-every 10 --num-epochs 2 --prompts-
 
 
 def start(script: str, runs: Path, name: str) -> subprocess.Popen:
-    """Start or restart the job of the run `name`. Its output is appended to NAME.log."""
+    """Start or restart the job for the run `name`. Its output is appended to NAME.log."""
     log = (runs / f"{name}.log").open("a")
     flags = ("--run-name", name, *FLAGS.split())
     return start_script(script, *flags, runs=runs, stdout=log, stderr=log, start_new_session=True)
@@ -37,7 +37,7 @@ def ranks_of(job: subprocess.Popen) -> list[int]:
 
 
 def kill_at_random(job: subprocess.Popen, folder: Path, rng: random.Random, max_wait_s: float) -> str:
-    """Send a random signal to a random part of the job, unless it ends first. Return a description of the kill."""
+    """Send a random signal to a random part of the job, unless the job ends first. Return a description of the kill."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         job.wait(rng.uniform(2, max_wait_s))
     in_save = rng.random() < 0.5

@@ -32,7 +32,7 @@ from minirl.training.advantages import group_advantages
 LEVELS = (0.3, 0.5, 0.7, 0.8)  # levels of the mean reward
 SPAN = 10  # steps to average over
 STD_EPS = 1e-4  # like TRL; minirl's scripts add 1e-6
-NOISE_STRIDE = 10_000  # a seed uses the sampling noise of steps from seed x NOISE_STRIDE on
+NOISE_STRIDE = 10_000  # a seed uses the sampling noise of the steps from seed x NOISE_STRIDE on
 COLUMNS = ("step", "cpu_seconds", "reward", "mean_len")
 
 

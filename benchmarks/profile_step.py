@@ -1,4 +1,4 @@
-"""Break down the CPU seconds of generate and update by kind of work. On one rank, on the CPU.
+"""Break down the CPU seconds of generate and update by kind of work, on one CPU rank.
 
     OMP_NUM_THREADS=1 python benchmarks/profile_step.py MODEL [--dtype bfloat16]
 
@@ -61,9 +61,9 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 def kind_of(name: str, region: str | None, outside: str | None) -> str:
-    """Return the kind of an operator. region: SAMPLE or MODEL if it ran inside one of them.
+    """Return the kind of an operator. region: SAMPLE or MODEL if the operator ran inside such a region.
 
-    outside: the kind of operators outside both regions, or None to group them by name like the model's.
+    outside: the kind of operators outside both regions, or None to group such operators by name.
     """
     if name.startswith(FSDP_PREFIXES):
         return "FSDP"

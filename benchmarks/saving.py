@@ -1,4 +1,4 @@
-"""Measure how many seconds per GB saving a checkpoint stops training, compared with a plain write of the same bytes.
+"""Measure how many seconds per GB a checkpoint save blocks training, compared with a plain write of the same bytes.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/saving.py MODEL --folder FOLDER [--dtype bfloat16]
 

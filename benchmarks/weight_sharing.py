@@ -9,7 +9,7 @@ Every rank checks a few GRPO steps and the generation after them:
 unchanged;
 - the optimizer's step writes each weight exactly once, at its address, after which the weight is bitwise equal to the
 fp32 master rounded to the compute dtype;
-- the modules that decode, score and train have these very tensors as their parameters.
+- the modules that decode, score and train have these same tensors as parameters.
 
 A failed check stops the program. Afterwards, the refresh, the only copy of weights in a step, is timed.
 """
@@ -40,9 +40,7 @@ class WeightWatch:
         self.accept()
 
     def accept(self) -> None:
-        """Take the current write counters and bits as the state to compare with. The first addresses stay the
-        reference.
-        """
+        """Make the current write counters and bits the reference. The reference addresses stay the first ones."""
         weights = self.policy.compute_weights
         self.versions = {name: weight._version for name, weight in weights.items()}
         self.bits = {name: weight.detach().clone() for name, weight in weights.items()}

@@ -1,4 +1,4 @@
-"""Shared code of the benchmarks: prompts, clocks and the RESULT line. Not a program.
+"""Shared benchmark code: prompts, clocks and the RESULT line. This file is not a program.
 
 The prompts are 12 to 120 random characters, the same in every run. With a character-level tokenizer and random weights
 over a vocabulary of size V, completion lengths are about geometric with mean V, so requests keep ending at different

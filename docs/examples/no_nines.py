@@ -1,4 +1,4 @@
-"""Reward and cost for safe_ppo.patch on the embedded task: every 9 in a completion costs 1."""
+"""Reward and cost for safe_ppo.patch on the bundled task: every 9 in a completion costs 1."""
 
 
 def right(completions, answer):

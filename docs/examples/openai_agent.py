@@ -1,4 +1,4 @@
-"""Train an unmodified agent that uses the openai package: it answers, is asked to check, and answers again.
+"""Train an unmodified agent that uses the openai package: the agent answers, is asked to check, and answers again.
 
 Run with `--task gsm8k --chat --rollout docs/examples/openai_agent.py:agent --reward episode`.
 """
@@ -9,7 +9,7 @@ import openai
 
 from minirl.extras.agents.endpoint import serve
 
-# All episodes share one client: creating one takes longer than its requests.
+# All episodes share one client: creating a client takes longer than its requests.
 CLIENT = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="-")
 
 

@@ -3,9 +3,9 @@ r"""Play against an older or frozen model, which decodes in the same process on 
 OPPONENT="DIR runs/NAME/checkpoints/*" torchrun --standalone --nproc-per-node 2 train_grpo.py --run-name NAME \
     --rollout docs/examples/opponent.py:play --reward episode --max-new-tokens 24 --group-size 32 --save-every 50
 
-OPPONENT lists glob patterns of model folders, and the last match plays: here the model in DIR until the run has a
+OPPONENT lists glob patterns for model folders, and the last match plays: here the model in DIR until the run has a
 checkpoint, then the newest checkpoint. DIR alone is a frozen opponent, which may have another tokenizer. Without
---model, DIR can be the embedded model, `runs/toy-*`. The game is Nim, as in self_play.py.
+--model, DIR can be the bundled model, `runs/toy-*`. The game is Nim, as in self_play.py.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class Opponent:
         request = self._request(ids, key=number, max_tokens=max_tokens, temperature=temperature)
         self._engine.submit([request])
         while request.rollout_id not in self._answers:
-            await asyncio.sleep(0)  # lets others join the batch and the policy decode
+            await asyncio.sleep(0)  # lets other episodes join the batch, and the policy decode
             self._answers |= {sequence.rollout_id: sequence for sequence in self._engine.step()}
         return self.tokenizer.decode(self._answers.pop(request.rollout_id).after_prompt["id"])
 
@@ -92,7 +92,7 @@ def sticks_left(sticks, move):
 
 
 async def play(episode):
-    """Play one game; return 1 if the policy, which starts, wins, else -1. The row's prompt sets the 4 to 9 sticks.
+    """Play one game; return 1 if the policy, which starts, wins, else -1. The row's prompt sets the number of sticks.
 
     The opponent's moves are appended text, which has no loss.
     """

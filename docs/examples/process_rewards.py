@@ -4,8 +4,8 @@ patch -o turn_rewards.py train_grpo.py docs/objectives/turn_rewards.diff
 PRM=DIR torchrun --nproc-per-node 8 turn_rewards.py --model Qwen/Qwen2.5-1.5B-Instruct --chat --task gsm8k \
     --data train.jsonl --rollout docs/examples/process_rewards.py:solve
 
-PRM is the folder or hub id of a token classifier that scores steps, such as one trained with TRL's PRMTrainer. A step
-ends with an empty line, or with $STEP_END. Turns end between two policy tokens, so no score needs token alignment.
+PRM is the folder or Hub id of a token classifier that scores steps, such as a model from TRL's PRMTrainer. A step ends
+with an empty line, or with $STEP_END. Turns end between two policy tokens, so no score needs token alignment.
 """
 
 import os
@@ -22,7 +22,7 @@ MODEL = AutoModelForTokenClassification.from_pretrained(os.environ["PRM"], dtype
 
 @torch.no_grad()
 def score_steps(prompt, steps):
-    """Return each step's probability of being correct: the last label's, at the step's last token."""
+    """Return each step's probability of being correct, which is the last label's at the step's last token."""
     ids = TOKENIZER(prompt)["input_ids"]
     ends = []
     for step in steps:
@@ -33,7 +33,7 @@ def score_steps(prompt, steps):
 
 
 async def solve(episode):
-    """Sample a completion with one turn per step. Nothing is appended, so the tokens are those of a single turn."""
+    """Sample a completion with one turn per step. Nothing is appended, so the tokens equal a single turn's."""
     turn = await episode.generate(stop=STEP_END)
     while STEP_END in turn.text and episode.remaining_tokens:
         turn = await episode.generate(stop=STEP_END)

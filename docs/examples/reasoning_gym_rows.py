@@ -14,12 +14,12 @@ ASK = "\nWrite the answer between <answer> and </answer>."
 
 
 def score(completions, entry):
-    """Return scores from 0 to 1 by the scoring functions of the rows' data sets."""
+    """Return scores from 0 to 1 from the scoring functions of the rows' datasets."""
     return [scorer_of(one)(extract_answer(text), one) for text, one in zip(completions, entry, strict=True)]
 
 
 def scorer_of(entry):
-    """Return the scoring function of the entry's data set."""
+    """Return the scoring function of the entry's dataset."""
     return reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])
 
 

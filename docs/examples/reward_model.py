@@ -38,18 +38,18 @@ class Config(RunConfig):
     """learning rate schedule after the warm-up"""
     lr: float | None = 1e-5
     max_new_tokens: int | None = 1
-    """tokens to generate, of which a reward model needs none"""
-    margin: float = 0.0  # [Objective] target lead of the chosen score over the rejected one
+    """tokens to generate (a reward model needs none)"""
+    margin: float = 0.0  # [Objective] target margin of the chosen score over the rejected score
     center_coef: float = 0.01  # coefficient of the squared sum of both scores; keeps scores near 0
-    frozen_layers: int = 0  # number of first layers to freeze, with the embedding; 0 disables
+    frozen_layers: int = 0  # number of layers to freeze, from the first, with the embedding (0 disables)
 
 
-# The prompt's token ids with the chosen completion, and with the rejected one.
+# The prompt's token ids with the chosen completion, and with the rejected completion.
 Pair = tuple[list[int], list[int]]
 
 
 def encode_pair(prompts: PromptStream, ordinal: int) -> Pair:
-    """Return a row's pair, encoded as `--reward-model` reads it. Raises InputError naming the row."""
+    """Return a row's pair, encoded as for `--reward-model`. Raises InputError naming the row."""
     row = prompts.row(ordinal)
     sequences = []
     for field in ("chosen", "rejected"):
@@ -62,7 +62,7 @@ def encode_pair(prompts: PromptStream, ordinal: int) -> Pair:
 
 
 def local_microbatches(pairs: Sequence[Pair], max_tokens: int) -> list[list[Pair]]:
-    """Return this rank's pairs in microbatches. Every rank has the same number, some possibly empty."""
+    """Return this rank's pairs in microbatches. Every rank has the same number of microbatches."""
     sequences = independent_sequences(len(chosen) + len(rejected) for chosen, rejected in pairs)
     per_rank = plan_microbatches(sequences, num_ranks=world_size(), max_tokens=max_tokens)
     return [[pairs[sequence.rollout_index] for sequence in micro] for micro in per_rank[rank()]]

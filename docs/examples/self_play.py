@@ -11,7 +11,7 @@ MOVES = ("1", "2", "3")
 
 
 async def play(episode):
-    """Play one game. The row's prompt determines the start, 4 to 9 sticks, so that a group's games start alike.
+    """Play one game. The row's prompt determines the number of sticks, 4 to 9, so a group's games start alike.
 
     An illegal move loses. The winner's moves get reward 1, the loser's -1, and the game as a whole 0.
     """

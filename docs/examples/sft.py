@@ -1,6 +1,6 @@
 """Supervised fine-tuning: train on the rows' answers instead of samples.
 
-torchrun --standalone --nproc-per-node 2 docs/examples/sft.py --num-steps 50 --lr 1e-3     # the embedded model and task
+torchrun --standalone --nproc-per-node 2 docs/examples/sft.py --num-steps 50 --lr 1e-3     # the bundled model and task
 torchrun --nproc-per-node 8 docs/examples/sft.py --model DIR --chat --data rows.jsonl --max-new-tokens 1024 --lr 1e-5
 
 Rows: {"prompt": text or messages, "answer": text}. --reward scores greedy completions on --eval-data. Sampling and

@@ -21,7 +21,7 @@ class HigherOrLower:
 
 
 async def play(episode):
-    """Play one game. The first observation follows the row's messages; each later one is a user message."""
+    """Play one game. The first observation follows the row's messages; each later observation is a user message."""
     game = HigherOrLower()
     observation, _ = game.reset(seed=episode.seed % 2**31)
     branch = episode.branch([*episode.messages, {"role": "user", "content": observation}])

@@ -1,4 +1,4 @@
-r"""Tree search: completions start from good prefixes of earlier ones and compete with others from the same prefix.
+r"""Tree search: completions continue good prefixes of earlier completions and compete within a prefix.
 
 patch -o turn_rewards.py train_grpo.py docs/objectives/turn_rewards.diff
 torchrun --standalone --nproc-per-node 2 turn_rewards.py --rollout docs/examples/tree_search.py:search \
@@ -23,7 +23,7 @@ class Node:
 
     @property
     def value(self):
-        """Mean result."""
+        """The mean result of these completions."""
         return sum(self.results) / len(self.results)
 
     def best_child(self):
@@ -33,7 +33,7 @@ class Node:
 
 
 async def search(episode):
-    """Sample completions one by one, each in a branch. Its turns get its result minus the mean result of its prefix."""
+    """Sample completions one by one, each in a branch. Turns get their completion's result minus its prefix's mean."""
     root, completions = Node(), []
     for _ in range(NUM_COMPLETIONS if episode.temperature else 1):
         path = [root]

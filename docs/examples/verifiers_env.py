@@ -1,4 +1,4 @@
-"""Train on an unmodified verifiers 0.4 environment: its tasks become rows, its rewards the reward.
+"""Train on an unmodified verifiers 0.4 environment: its tasks become rows, and its rewards become the reward.
 
 pip install verifiers prime && prime env install primeintellect/reverse-text
 python docs/examples/verifiers_env.py reverse-text 1000 > rows.jsonl
@@ -12,8 +12,8 @@ import verifiers.v1 as vf
 
 from minirl.extras.agents.endpoint import serve
 
-# verifiers' chat loop, with the task's tools. Each user turn starts it as a local process, in a virtual environment
-# that `uv` creates once.
+# verifiers' chat loop, with the task's tools. Each user turn starts the loop as a local process, in a virtual
+# environment that `uv` creates once.
 AGENT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 
 
