@@ -1,4 +1,4 @@
-"""Measure decode, prefill and update of real-size models with random weights on one GPU, relative to its limits.
+"""Measure decode, prefill and update of real-size models with random weights, relative to a GPU's limits.
 
     python benchmarks/cuda_decode.py qwen2.5-1.5b [--requests 64 256 1024] [--kernels FILE]
 
@@ -109,7 +109,7 @@ def random_model(shape: str, device: torch.device) -> Transformer:
     """Make a model with random bf16 weights."""
     with device:
         model = Transformer(config_from_dict(COMMON | SHAPES[shape])).to(torch.bfloat16)
-    # Embeddings can be tied to the head: at full scale the next token would be almost certain.
+    # With embeddings at full scale and tied to the head, the next token would be almost certain.
     model.model.embed_tokens.weight.data.mul_(0.05)
     return model
 

@@ -6,7 +6,7 @@
 A NAME is a check, or a group of checks that finishes within ten minutes: `GPU.md` lists them.
 
 Each check runs in its own process with a time limit. When a check ends, its figures are printed and appended to
-FOLDER/figures.md with their expected ranges; `!` marks figures out of range. FOLDER/CHECK.txt has its output. The exit
+FOLDER/figures.md with their expected ranges; `!` marks figures out of range. FOLDER/CHECK.txt has the output. The exit
 code is 1 if a check failed or a figure is out of range.
 """
 
@@ -113,7 +113,7 @@ def learns(place: Place, script: str, *flags: str) -> Iterator[Figures]:
 def real_size(place: Place, script: str) -> Iterator[Figures]:
     """Run three steps of a random 1.5B model at the automatic sizes; on the CPU, a tiny model.
 
-    The run is killed before it saves, because a checkpoint would take 21.6 GB. The entropy bonus gives a gradient
+    The run is killed before saving, because a checkpoint would take 21.6 GB. The entropy bonus gives a gradient
     whatever the rewards.
     """
     from cuda_decode import write_random_model
@@ -301,7 +301,7 @@ def run_here(place: Place) -> None:
 
 
 def run_alone(place: Place) -> tuple[str, Figures]:
-    """Run a check in its own process. Return "ok", "failed" or "too slow", and the figures that it printed."""
+    """Run a check in its own process. Return "ok", "failed" or "too slow", and the printed figures."""
     command = [sys.executable, __file__, "--here", place.name, "--output", str(place.output)]
     began = time.monotonic()
     with place.log.open("w") as file:
@@ -321,7 +321,7 @@ def run_alone(place: Place) -> tuple[str, Figures]:
 
 
 def format_check(name: str, status: str, figures: Figures) -> tuple[str, bool]:
-    """Format a check as rows of a Markdown table. Also return whether it passed with all figures in range."""
+    """Format a check as rows of a Markdown table. Also return whether the check passed with all figures in range."""
     ranges = CHECKS[name].expected
     rows, is_good = [f"| **{name}** | {status} | | |"], status == "ok"
     for figure in {**figures, **ranges}:

@@ -44,7 +44,7 @@ from minirl.training.sharded_model import ShardedModel
 
 
 class GrpoLoop:
-    """The phases of a `train_grpo.py` step with one update, as methods. All ranks call them in order."""
+    """The phases of a `train_grpo.py` step with one update, as methods. All ranks call the methods in order."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args

@@ -6,8 +6,8 @@
 MODEL is a Hugging Face folder, preferably with random weights: the reward is the fraction of the letter e. The recipe:
 the same prompts every step (`workload.prompt_texts`), advantages divided by the group's std + 1e-4 (ddof 1), token-mean
 loss, one update per batch (so the ratio is 1 and the clip is inactive), no KL, AdamW (0.9, 0.999) without weight decay,
-constant learning rate, gradient norm clipped to 1, fp32. A level is reached when the mean reward over 10 consecutive
-steps reaches it. Seconds count from the first step, after the models are loaded.
+constant learning rate, gradient norm clipped to 1, fp32. A model reaches a level when its mean reward over 10
+consecutive steps does. Seconds count from the first step, after the models are loaded.
 
 A CSV needs the columns step, cpu_seconds, reward and mean_len. --read prints the RESULT line for any trainer's CSV, so
 that `compare.py` can run another trainer on this recipe:

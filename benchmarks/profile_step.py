@@ -84,7 +84,7 @@ def region_of(event: Any) -> Any:
 
 
 def by_kind(work: Callable[[], object], *, outside: str | None) -> tuple[Counter, Counter]:
-    """Return CPU seconds in operators per kind, and those of unclassified operators per name."""
+    """Return the CPU seconds per kind of operator, and per name for unclassified operators."""
     kinds: Counter[str] = Counter()
     others: Counter[str] = Counter()
     marked_sample = record_function(SAMPLE)(sample)

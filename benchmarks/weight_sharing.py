@@ -1,4 +1,4 @@
-"""Check that generate, score and update share one weight storage: switching between them moves no weights.
+"""Check that generate, score and update share one copy of the weights: switching between phases moves no weights.
 
     OMP_NUM_THREADS=1 python benchmarks/weight_sharing.py MODEL [--dtype bfloat16]
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/weight_sharing.py MODEL

@@ -142,7 +142,7 @@ async def in_turns(episode):
 def test_an_agent_makes_the_same_rollouts_as_a_rollout_function(load, name):
     """Covers late requests, a small cache, rounds, and a resume. Fault 54.
 
-    The client gets the episode's token ids, of the prompt and of the completion of each turn.
+    For each turn, the client gets the token ids of prompt and completion.
     """
     pytest.importorskip("openai")
     prompts = chat_prompts(120)

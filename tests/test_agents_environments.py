@@ -401,7 +401,7 @@ LOOK = {"type": "function", "function": {"name": "look", "description": "", "par
 
 
 def test_a_branchs_prompt_shows_its_own_tools_and_its_calls_are_parsed(monkeypatch):
-    """Branches of an agent at a URL have its requests' tools. A template that cannot show tools is rejected."""
+    """The branches of a URL agent have the requests' tools. A template that cannot show tools is rejected."""
     asks = said("", ("look", {"at": "b"}))
     monkeypatch.setattr("minirl.data.answers.parse_answer", lambda *_: asks)
 

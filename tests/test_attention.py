@@ -256,7 +256,7 @@ FAULTS = {
 def test_the_probe_finds_the_least_number_of_queries_with_the_bits_of_many(name, monkeypatch):
     """In each case, the matrix library rounds some products differently. None means that 16 queries are too few.
 
-    Without bf16 instructions, torch's bf16 products differ like this, and a run claims no equal logprobs. Pitfall 38.
+    Without bf16 instructions, torch's bf16 products differ too, and a run claims no equal logprobs. Pitfall 38.
     """
     has_fault, expected = FAULTS[name]
     config = cached_model("full", torch.float32).config

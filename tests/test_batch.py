@@ -34,7 +34,7 @@ class TaughtBatch(Batch):
 
 
 def rollouts_of(ids):
-    """Return rollouts. With three sampled tokens, a rollout has two branches; group 8's limit follows them."""
+    """Return rollouts. With three sampled tokens, a rollout has two branches; group 8's limit follows both branches."""
     rollouts = [in_two_branches(r) if r.num_sampled == 3 else r for r in starmap(make_rollout, ids)]
     return [
         dataclasses.replace(r, finish_reason=("stop", "length")[r.rollout_id.sample == 2]) for r in rollouts

@@ -59,7 +59,7 @@ WORKLOADS = {
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_chosen_sizes_fit_with_a_margin_and_more_memory_makes_no_run_slower(name):
-    """Decoding and training fit in turns, or at the same time if the cache stays. The smallest card fits no run."""
+    """Decoding and training fit in turns, or at the same time if the cache stays. No run fits on the smallest GPU."""
     slower = Sizes(0, 0, 0, recompute_layers=True, shard_gradients=True)
     fitted = []
     for free in (1e9, 10e9, 20e9, 40e9, 60e9, 80e9, 160e9):
@@ -119,7 +119,7 @@ def test_a_layer_of_each_family_saves_what_the_budget_says(monkeypatch):
 
 
 def test_the_cache_takes_what_the_budget_says():
-    """Requests of a gated delta net include its states. With CUDA graphs, their pool holds logits a second time."""
+    """With gated delta nets, requests include states. The pool of CUDA graphs holds logits a second time."""
     config = cached_model("states", torch.float32).config
     options = {"num_tokens": 4096, "max_sequences": 3, "dtype": torch.bfloat16, "device": CPU}
     cache = KVCache(config, **options)

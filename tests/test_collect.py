@@ -1,4 +1,4 @@
-"""The collector and rollout functions: complete groups, exact across turns, token budgets and resumes."""
+"""The collector and rollout functions: complete groups, exact logprobs across turns, and staleness."""
 
 import functools
 import gc
@@ -155,7 +155,7 @@ def random_length():
 
 @pytest.mark.parametrize("max_staleness", [slow(1), 3])
 def test_no_rollout_is_trained_on_too_late_and_prompts_come_in_order(max_staleness):
-    """Each step takes the first complete groups in order, including all expiring ones. Pitfall 40."""
+    """Each step takes the first complete groups in order, including all expiring groups. Pitfall 40."""
     collector = make_collector(
         Prompts(random_length()), group_size=2, round_tokens=5, max_staleness=max_staleness
     )

@@ -167,7 +167,7 @@ def test_an_update_on_a_device_has_the_gradients_of_the_host(
 
 @pytest.mark.parametrize("lengths", [[0, 1, 2], []], ids=str)
 def test_a_value_model_on_a_device_has_the_values_and_gradients_of_the_host(device, lengths):
-    """All values, also after the last tokens, are scored before the update, followed by the loss of a microbatch.
+    """The test scores all values, even after last tokens, and computes a microbatch's loss.
 
     Policy and value model share one RoPE table.
     """

@@ -174,7 +174,7 @@ def test_a_resumed_run_sums_gradients_as_it_began_to(one_rank, runs):
     resumed = json.loads(path.read_text())
     assert (resumed["max_tokens_per_microbatch"], resumed["wandb_id"]) == (40, args["wandb_id"])
     output = run_in_pool(one_rank, "train_grpo.py", flags, "--num-steps 3 --max-new-tokens 50", runs=runs)
-    assert "max_tokens_per_microbatch 59," in output  # the longest prompt has 9
+    assert "max_tokens_per_microbatch 59," in output  # the longest prompt has 9 tokens
 
 
 def test_row_38_a_run_that_cannot_fit_is_refused_before_models_are_loaded(one_rank, runs):

@@ -83,7 +83,7 @@ async def too_long_a_branch(episode):
     ],
 )
 def test_row_56_a_limit_truncates_only_the_branch_that_reaches_it(function, max_turns, reason, ends):
-    """The rollout's finish reason belongs to the branch that requested a turn last; other branches keep their own."""
+    """The rollout has the finish reason of the branch that last requested a turn; other branches keep their reasons."""
     prompts = Prompts(lambda one: 0 if one.branch and function is too_long_a_branch else 60)
     groups = collected(function, 2, max_turns=max_turns, prompts=prompts)
     for rollout in groups.rewarded.rollouts:
@@ -98,7 +98,7 @@ def test_row_56_a_limit_truncates_only_the_branch_that_reaches_it(function, max_
 def test_row_61_an_episodes_record_has_each_branchs_tokens_in_order(function):
     """Segments match the runs of the loss mask, except that adjacent turns stay separate; each has its tokens' text.
 
-    A branch's segments begin with its prompt, unless that is the row's.
+    A branch's segments begin with its prompt, unless the prompt is the row's.
     """
     prompts = chat_prompts(200)
     for rollout in collected(function, prompts=prompts).rewarded.rollouts:

@@ -86,7 +86,7 @@ def early(episodes):
 
 
 def test_a_reward_function_sees_its_prompts_episodes_and_episode_rewards_are_reward_columns(load_reward):
-    """A worker gets all rollouts of a prompt in one call, greedy ones included. The functions recompute `giving`."""
+    """A worker gets all rollouts of a prompt in one call, even greedy ones. The functions recompute `giving`."""
     by_hand = {f"{name} by hand": load_reward(name) for name in OF_EPISODE}
     functions = {"size": load_reward("size"), **by_hand, **OF_EPISODE}
     groups = make_collector(functions=functions, rollout=giving, num_greedy=1).collect(5)

@@ -1,4 +1,4 @@
-"""Evaluations: their scores, which do not depend on the number of ranks."""
+"""Evaluations, whose scores do not depend on the number of ranks."""
 
 import itertools
 import json
@@ -26,8 +26,8 @@ from support.scripts import evaluated, read_metrics, read_rollouts, trained
 def test_pass_at_k_majority_and_interval_match_their_definitions():
     """pass@k is compared with an enumeration of all subsets, and with a case whose binomials overflow floats.
 
-    A tied vote scores the fraction of its samples that are correct; missing answers do not vote. For half ones, the
-    interval is the normal one of 1.96 standard errors.
+    A tied vote scores the fraction of its samples that are correct; missing answers do not vote. If half of the scores
+    are 1, the interval is 1.96 standard errors wide on each side.
     """
     for n in range(1, 8):
         for c, k in itertools.product(range(n + 1), range(1, n + 1)):

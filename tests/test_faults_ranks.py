@@ -170,7 +170,7 @@ def test_rows_04_and_05_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path
 
 
 def test_row_04_a_second_sigterm_exits_at_once(tmp_path):
-    """The second signal interrupts even user code. A signal delivered twice counts once; an ignored one does not."""
+    """The second signal interrupts even user code. A signal delivered twice counts once, an ignored signal never."""
     ignore = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
     body = """joined()
 signal.raise_signal(signal.SIGHUP)

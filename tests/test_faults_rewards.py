@@ -238,7 +238,7 @@ def test_no_process_starts_before_the_runs_folder_is_locked(one_rank, tmp_path):
 
 
 def hang_in_workers(pipe, folder, waits):
-    """Start processes in one worker, report it, and call another worker that hangs while holding the GIL."""
+    """Start processes in one worker, report the start, and call another worker that hangs while holding the GIL."""
     idle, hanging = (WorkerReward(f"{folder}/mine.py:acts") for _ in range(2))
     assert rewards_of(idle, ["starts"]) == [1.0]
     pipe.send(True)

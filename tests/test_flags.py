@@ -35,7 +35,7 @@ def parsed(*arguments, presets=None):
 def test_flags_of_every_group_and_the_presets_are_read_into_one_flat_config():
     """Flags of fork, script and library: several values, booleans, and preset values that the command line overrides.
 
-    A class's own defaults win over inherited ones. The first preset is the default.
+    A class's own defaults win over inherited defaults. The first preset is the default.
     """
     assert parsed("--penalty", "1", presets=PRESETS) == ForkConfig(penalty=1.0, lr=0.5)
     flags = (
@@ -150,7 +150,7 @@ def test_the_learning_rate_warms_up_from_the_first_update_and_then_stays_or_deca
 
 
 def test_extending_a_run_does_not_move_the_learning_rate_of_a_real_model():
-    """A real model's rate is constant by default. The bundled model's decays, to get below a noise floor."""
+    """A real model's rate is constant by default. The bundled model's rate decays, to get below a noise floor."""
     place = Progress(step=150, update=150, first_update=150)
 
     def rates(**flags):

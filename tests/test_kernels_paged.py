@@ -1,4 +1,4 @@
-"""The Triton kernel under its interpreter, on the CPU: it computes the same as the portable kernel."""
+"""The Triton kernel, run by Triton's interpreter on the CPU, computes the same as the portable kernel."""
 
 import pytest
 import torch

@@ -51,7 +51,7 @@ def logprobs_of(model, tokens, lengths):
 @pytest.mark.parametrize("adapters", [NARROW, WIDE], ids=["narrow", "wide"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_new_adapters_change_no_bit_and_others_no_token_by_its_batch(folder, dtype, adapters):
-    """Packed sequences equal separate ones even at rank 2, whose small products could depend on the batch."""
+    """Packed sequences equal separate sequences even at rank 2, whose small products could depend on the batch."""
     tokens = torch.arange(90) % 33
     base = load_replica(folder, dtype=dtype)
     assert torch.equal(
@@ -95,7 +95,7 @@ def train_one_update(rank, folder, options):
 
 @pytest.mark.parametrize("options", [{}, slow({"shard_gradients": True, "offload_optimizer": True})], ids=str)
 def test_an_update_changes_the_adapters_alone_and_as_on_one_rank(one_rank, two_ranks, folder, options):
-    """The base has no masters. The reference shares its storage, and so does a value model from the same folder."""
+    """The base has no masters. The reference shares the base's storage, and so does a value model from its folder."""
     base = dict(load_replica(folder, dtype=torch.float32).named_parameters())
     (expected,) = one_rank.run(train_one_update, folder, {})
     for after in two_ranks.run(train_one_update, folder, options):

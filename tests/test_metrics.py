@@ -88,7 +88,7 @@ def test_metrics_of_two_ranks_equal_numbers_computed_by_hand(reduce_over_ranks, 
         add_rollouts(metrics, of_rank, grouped_rewards=correct)
         add_rewards(metrics, ["correct", "short"], torch.stack([correct, short], dim=2))
         add_skipped_tokens(metrics, sequences, [sequences[0], sequences[3]])
-    # 8 requests decode for 5 steps, then 2 of them for 5 more.
+    # 8 requests decode for 5 steps, then 2 requests for 5 more steps.
     counts = {"decode_tokens": 50, "discarded_tokens": 3, "decode_steps": 10, "peak_running": 8}
     add_generation(ranks[0], EngineStats(**counts, preemptions=2, evictions=3))
     add_generation(ranks[1], EngineStats(preemptions=2))
@@ -176,10 +176,10 @@ def clock(monkeypatch):
 def test_time_is_counted_once_under_the_innermost_cause_of_the_main_thread(
     clock, reduce_over_ranks, monkeypatch
 ):
-    """An inner block pauses the outer one, even if it raises. Time without a cause counts as "host".
+    """An inner block pauses the outer block, even if the inner block raises. Time without a cause counts as "host".
 
     Other threads do not count, and a save includes all time inside it. Time after a step's end counts in the next step.
-    The mean is over all ranks, including those that spent no time on a cause.
+    The mean is over all ranks, including ranks that spent no time on a cause.
     """
     monkeypatch.setattr("minirl.report.metrics.world_size", lambda: 2)
     first, second = StepMetrics(), StepMetrics()  # two simulated ranks
@@ -285,7 +285,7 @@ def test_row_40_a_resumed_run_continues_its_files(make_logger, tmp_path):
 def test_row_40_a_full_disk_neither_stops_the_run_nor_loses_metrics(make_logger, capsys, tmp_path):
     """Metrics are written later and rollouts dropped, each with a warning. No partial line or file remains.
 
-    Numbers are not rounded, and non-finite ones are null.
+    Numbers are not rounded, and non-finite numbers are null.
     """
     path = tmp_path / "metrics.jsonl"
     logger = make_logger()

@@ -120,7 +120,7 @@ def masked_estimates(branch, values):
 
 
 def group_relative(branches):
-    """Return each branch's token advantages, which are its rollout's group-relative advantage."""
+    """Return each branch's token advantages, which are the rollout's group-relative advantage."""
     groups = defaultdict(list)
     for branch in branches:
         if branch.has_score and branch.number == 0:

@@ -171,7 +171,7 @@ async def poll(event):
 
 @pytest.mark.parametrize("wait", [wait, block, poll])
 def test_the_engine_decodes_while_functions_wait_block_or_poll(wait):
-    """One function waits for all others to end; the round would deadlock if it waited for that function. Fault 55."""
+    """One function waits for all other functions to end, so the round must not wait for that function. Fault 55."""
     others, others_ended = {f"f:{i}" for i in range(1, 6)}, threading.Event()
 
     async def mine(episode):
@@ -211,7 +211,7 @@ def test_a_notebook_with_its_own_event_loop_can_collect():
 
 
 def test_two_files_of_the_same_name_are_two_modules_with_their_own_helpers(tmp_path):
-    """The helpers share names as well, and import others at load time or in a function. pickle finds their classes."""
+    """Helpers share names too, and import others at load time or in functions. pickle finds their classes."""
     for folder in "ab":
         path = tmp_path / folder / "mine.py"
         path.parent.mkdir()

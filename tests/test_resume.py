@@ -1,4 +1,4 @@
-"""A resumed run equals the uninterrupted one bitwise: tensors, optimizer state, samples, rollouts and metrics."""
+"""A resumed run equals the uninterrupted run bitwise: tensors, optimizer state, samples, rollouts and metrics."""
 
 import pytest
 

@@ -69,7 +69,7 @@ def test_a_reward_may_be_in_any_file_or_module(tmp_path, monkeypatch):
 def reward_folder(request, tmp_path_factory):
     """Return a classifier with its own tokenizer, and transformers' score of a text with written-out special tokens.
 
-    If config.json has a pad token, transformers takes the score at the last token that differs from it.
+    If config.json has a pad token, transformers takes the score at the last other token.
     """
     folder = tmp_path_factory.mktemp("reward_model")
     template = TEMPLATE.replace("{{ bos_token }}", "{{ bos_token }}{{ style or '' }}")
@@ -153,7 +153,7 @@ def test_overlong_penalty_matches_dapo():
 
 
 def test_trained_rewards_come_before_logged_ones_and_have_their_weights():
-    """Trained rewards keep their order and default to weight 1; logged ones always have weight 0."""
+    """Trained rewards keep their order and default to weight 1; logged rewards always have weight 0."""
     rewards, logged = {"b": min, "a": max}, {"seen": sum}
     functions, weights = rewards_and_weights(rewards, (), logged=logged)
     assert list(functions) == ["b", "a", "seen"]
@@ -278,7 +278,7 @@ def test_an_async_function_scores_all_prompts_concurrently(load_reward):
 
 
 def test_row_27_rewards_do_not_depend_on_the_order_of_groups_or_the_number_of_workers(load_reward):
-    """This includes random rewards and rewards that depend on the whole call; they come in sample order.
+    """This includes random rewards and rewards that depend on the whole call; rewards come in sample order.
 
     Rollouts stay as sampled, with their texts. Pitfalls 15 and 16. Empty completions are scored, and a rank without
     rollouts gets an empty tensor: fault 29.
@@ -298,7 +298,7 @@ def test_row_27_rewards_do_not_depend_on_the_order_of_groups_or_the_number_of_wo
 
 
 def test_a_slow_in_process_function_blocks_nothing_and_gets_one_prompt_at_a_time():
-    """It runs in another thread, and only `finish` waits for it."""
+    """The function runs in another thread, and only `finish` waits for the call."""
     prompts, groups = made_groups(("a", "bb"), ("ccc", "dddd"))
     is_open, calls = threading.Event(), []
 
@@ -317,7 +317,7 @@ def test_a_slow_in_process_function_blocks_nothing_and_gets_one_prompt_at_a_time
 
 
 def test_a_reward_model_is_called_once_for_all_groups_in_the_requested_order():
-    """It batches all groups of the step; the columns follow the order of the functions.
+    """One call scores all of the step's groups; the columns follow the order of the functions.
 
     A reward that does not apply is NaN, because a 0 would count in its group's mean and std. Pitfall 59.
     """
@@ -348,7 +348,7 @@ def test_row_23_a_failure_is_raised_while_other_calls_are_in_flight(load_reward)
 
 
 def test_row_25_the_time_limit_of_a_call_starts_when_a_worker_gets_it(load_reward, tmp_path, monkeypatch):
-    """Each of three calls takes 40 s of its limit of 60 s. They share one worker, so the last one waits for 80 s."""
+    """Each of three calls takes 40 s; the limit is 60 s. One worker runs all calls, so the last call waits for 80 s."""
     prompts, groups = made_groups(*[("a",)] * 3)
     function = load_reward("waits", timeout_s=60.0)
     monkeypatch.setattr(function._loop, "time", lambda: 40.0 * len(list(tmp_path.glob("begun_*"))))

@@ -51,7 +51,7 @@ def test_row_51_a_finished_run_continues_with_more_steps_without_its_initial_mod
 ):
     """With a constant learning rate, the metrics equal those of one run with all steps. A note lists changed flags.
 
-    The first start finds a gap between sampled and training logprobs; the resume keeps its correction.
+    The first start finds a gap between sampled and training logprobs; the resume keeps the correction.
 
     Fault 13. The last lines name checkpoint, metrics and rollouts. The copy of the script in the run folder can resume
     the run.
@@ -91,10 +91,10 @@ def test_row_51_a_finished_run_continues_with_more_steps_without_its_initial_mod
     ],
 )
 def test_the_ratio_or_importance_weights_are_to_the_weights_that_sampled(fields, expected):
-    """Old logprobs are scored only if neither the sampled logprobs nor those of the update itself can be used.
+    """Old logprobs are scored only if neither the sampled logprobs nor the update's own logprobs can be used.
 
-    The update's come too late for a KL term in the advantages. Cases: one or two updates per step, without or with a
-    gap.
+    The update's logprobs come too late for a KL term in the advantages. Cases: one or two updates per step, without or
+    with a gap.
     """
     found = [
         setup.old_logprobs_source(
@@ -110,7 +110,7 @@ def test_the_ratio_or_importance_weights_are_to_the_weights_that_sampled(fields,
 def test_a_completion_without_a_reward_has_no_advantage_and_no_part_in_the_loss(
     two_ranks, runs, tmp_path, script
 ):
-    """Its reward is null in the files, metrics stay finite, and GRPO's baseline is the mean of the other rewards.
+    """The reward is null in the files, metrics stay finite, and GRPO's baseline is the mean of the other rewards.
 
     Pitfall 38: with one update per step, the ratio is exactly 1.
     """

@@ -164,7 +164,7 @@ def test_published_configs_are_read_with_all_of_their_keys(name):
 
 @pytest.mark.parametrize("scalar_head", [False, True])
 def test_the_other_kind_of_model_is_refused_with_its_folder(tmp_path, scalar_head):
-    """A language model cannot be a reward model nor a classifier a policy: the error names both kinds."""
+    """A language model cannot be a reward model, and a classifier cannot be a policy: the error names both kinds."""
     folder = save(random_model(scalar_head=not scalar_head), tmp_path / "saved")
     kinds = ("a language model", r"a sequence classifier \(reward model\)")
     said = rf"{folder}: config\.json describes {kinds[not scalar_head]}; expected {kinds[scalar_head]}"
@@ -306,7 +306,7 @@ def test_weights_that_are_views_are_saved_as_they_look(tmp_path):
 
 
 def test_a_checkpoint_has_all_files_of_tokenizer_and_processor_and_nothing_else(tmp_path):
-    """A saved folder can be served alone; the source's weights and config are not copied."""
+    """Inference servers can load a saved folder; the source's weights and config are not copied."""
     copied = (
         "generation_config.json tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json "
         "vocab.json vocab.txt merges.txt added_tokens.json chat_template.jinja spiece.model qwen.tiktoken "

@@ -22,7 +22,7 @@ MODEL = AutoModelForTokenClassification.from_pretrained(os.environ["PRM"], dtype
 
 @torch.no_grad()
 def score_steps(prompt, steps):
-    """Return each step's probability of being correct, which is the last label's at the step's last token."""
+    """Return each step's probability of being correct: the last label's probability at the last token."""
     ids = TOKENIZER(prompt)["input_ids"]
     ends = []
     for step in steps:

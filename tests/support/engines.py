@@ -89,7 +89,7 @@ def make_engine(
 
 
 def has_memory(engine: Engine) -> bool:
-    """Return whether the cache, or a CUDA graph that reads it, is allocated."""
+    """Return whether the cache, or a CUDA graph that reads the cache, is allocated."""
     return "pool" in vars(engine._cache) or engine._graphs is not None
 
 

@@ -20,7 +20,7 @@ needs_interpreter = pytest.mark.skipif(
 
 
 def run_with_compiler(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run Python in a process without the interpreter, because kernels defined under it cannot be compiled."""
+    """Run Python in a process without the interpreter, because the interpreter's kernels cannot be compiled."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = python_path()
     command = [sys.executable, *arguments]

@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 from support.forked import ForkedScript, python_path
 
 ROOT = Path(__file__).parent.parent.parent
-LIMIT_S = 600.0  # timeout for operations that take seconds, so that only a hang reaches it on a busy machine
+LIMIT_S = 600.0  # timeout for operations that take seconds, which only a hang reaches, even on a busy machine
 
 
 @dataclass
@@ -60,7 +60,7 @@ def start(folder: Path, commands: Sequence[Sequence[str]], **variables: str) -> 
     """
     base = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     base |= {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "MINIRL_RUNS": str(folder), **variables}
-    # Like torchrun's store, this one outlives the ranks.
+    # Like torchrun's store, this store outlives the ranks.
     job = Job([], [], TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job.store.port)}
     address["TORCHELASTIC_USE_AGENT_STORE"] = "True"

@@ -21,13 +21,13 @@ FAMILIES = [
 
 
 def shared_layout():
-    """Return the layout of the shuffled families; the first member of each is the parent."""
+    """Return the layout of the shuffled families; the first member of a family is the parent."""
     nothing = torch.empty(0)
     return Batch(shuffled_members(FAMILIES, seed=0), nothing, nothing).layout()
 
 
 def shuffled_members(families, seed):
-    """Return the shuffled sequence infos of families (prompt, own tokens of each member)."""
+    """Return the shuffled sequence infos of families (prompt tokens, each member's further tokens)."""
     infos = [
         SequenceInfo(RolloutId(i, sample), prompt + n, prompt)
         for i, (prompt, *owns) in enumerate(families)

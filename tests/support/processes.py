@@ -1,4 +1,4 @@
-"""Check a test's processes, and limit its own."""
+"""Check whether processes run, and limit file sizes."""
 
 import resource
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ def file_limit(num_bytes):
 
 
 def is_alive(pid):
-    """Return whether a process is running; a zombie is not."""
+    """Return whether a process is running. Zombies do not count."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

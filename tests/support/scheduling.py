@@ -56,7 +56,7 @@ class StubModel:
 
 @contextmanager
 def stub_engine(load: Load) -> Iterator[Engine]:
-    """Yield an engine for this load. It keeps block tables as on CUDA, which is faster than the CPU's index."""
+    """Yield an engine for this load, with block tables as on CUDA, which are faster than the CPU's index."""
     with mock.patch.object(kv_cache, "decode_kernel_for", return_value="paged"):
         yield Engine(
             StubModel(load.mean_tokens),

@@ -88,7 +88,7 @@ def run_in_pool(
 
     script: name of an original script, or path of a fork with a unique name.
     flags: command-line flags; here and below, one string may hold several flags, such as "--lr 1 --seed 2".
-    under: makes a context manager to run it in.
+    under: makes the context manager for the run.
     """
     return pool.run(_run_main, script, str(runs), flags, under)[0]
 
@@ -149,7 +149,7 @@ def all_held_out() -> Any:
 
 
 def scored_before_the_update() -> Any:
-    """Take old logprobs from a scoring pass instead of the sampled ones."""
+    """Take old logprobs from a scoring pass instead of using sampled logprobs."""
     return mock.patch.object(setup, "old_logprobs_source", return_value="scored")
 
 
