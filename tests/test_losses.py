@@ -168,8 +168,7 @@ WORKED_GRADIENTS = {
 
 @pytest.mark.parametrize(("loss", "norm", "expected"), WORKED_GRADIENTS.values(), ids=WORKED_GRADIENTS)
 def test_gradients_equal_the_worked_numbers(loss, norm, expected):
-    """Clipped tokens get no gradient from the clipped loss, other tokens -weight * A * r. CISPO never sets a gradient
-    to 0.
+    """Clipped tokens get no gradient from the clipped loss, other tokens -weight * A * r. CISPO keeps all gradients.
 
     Pitfalls 37 and 42.
     """

@@ -21,7 +21,7 @@ LOADS = {
 
 @pytest.mark.parametrize("name", [name if name == "one place" else slow(name) for name in LOADS])
 def test_prompts_are_computed_once_and_requests_are_hardly_ever_thrown_out(name):
-    """In tight caches, under 2 % of requests are preempted, and half of the prompts are recomputed."""
+    """In tight caches, under 2 % of requests are preempted, and at most half of the prompts are recomputed."""
     load = LOADS[name]
     with stub_engine(load) as engine:
         rollouts = engine.generate(requests_of(load))
