@@ -34,8 +34,7 @@ from minirl.model.weights import load_replica
 from minirl.ranks import launch, process_group
 from minirl.ranks.process_group import all_reduce_sum, rank, world_size
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens
-from minirl.rewards.reward_queue import RewardedRollouts
-from minirl.rollouts import Rollout
+from minirl.rollouts import RewardedRollout, Rollout
 from minirl.training.assignment import plan_microbatches
 from minirl.training.batch import Batch, Microbatch, exchange
 from minirl.training.frozen_models import FrozenModel
@@ -94,8 +93,9 @@ class GrpoLoop:
     def score(self, rollouts: list[Rollout], rewards: list[float]) -> tuple[Batch, list[Microbatch]]:
         """Return this rank's batch, ready for the update, and its microbatches (collective)."""
         args = self.args
-        column = torch.tensor(rewards, dtype=torch.float64)[:, None]
-        rewarded = RewardedRollouts(rollouts, [""] * len(rollouts), column)
+        rewarded = [
+            RewardedRollout(rollout, "", [reward]) for rollout, reward in zip(rollouts, rewards, strict=True)
+        ]
         weight = torch.ones(1, dtype=torch.float64)
         groups = select_step(rewarded, args.prompts, args.samples, reward_weights=weight).groups
         per_rank = plan_microbatches(
@@ -104,7 +104,7 @@ class GrpoLoop:
             max_tokens=args.max_tokens_per_microbatch,
         )
         microbatches = per_rank[rank()]
-        batch = exchange(groups.rewarded.rollouts, [per_rank])
+        batch = exchange(groups.rollouts, [per_rank])
         weights = train_grpo.rollout_weights(self.config, groups, args.max_new)
         batch = batch.replace(
             advantages=train_grpo.token_advantages(self.config, groups, batch).float(),

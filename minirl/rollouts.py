@@ -238,6 +238,17 @@ class Rollout:
         return [token for branch in self.branches for token in branch.completion]
 
 
+class RewardedRollout(NamedTuple):
+    """A rollout with its K rewards.
+
+    text: the completion without special tokens. rewards: [K]; NaN where a reward does not apply.
+    """
+
+    rollout: Rollout
+    text: str
+    rewards: list[float]
+
+
 def all_branches(rollouts: Iterable[Rollout]) -> list[SampledSequence]:
     """Return all branches of these rollouts, in order."""
     return [branch for rollout in rollouts for branch in rollout.branches]

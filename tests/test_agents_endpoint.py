@@ -65,7 +65,7 @@ def test_dropped_turns_are_not_in_the_rollout():
         await episode.branch("xyz").generate(max_tokens=6)
 
     def made(rollout):
-        rollouts = make_collector(rollout=rollout).collect(2).rewarded.rollouts
+        rollouts = make_collector(rollout=rollout).collect(2).rollouts
         return [(facts(one), one.episode) for one in rollouts]
 
     assert made(unseen) == made(seen)
@@ -177,7 +177,7 @@ def test_200_agents_start_at_once_without_rejected_lost_or_repeated_requests(loa
     pytest.importorskip("openai")
     prompts = chat_prompts()
     options = {"functions": {"reward": EpisodeReward()}, "group_size": 1}
-    rollouts = make_collector(prompts, rollout=load("agent", MANY), **options).collect(200).rewarded.rollouts
+    rollouts = make_collector(prompts, rollout=load("agent", MANY), **options).collect(200).rollouts
     for one in rollouts:
         assert len(one.episode.turns) == 1 + (prompts.rng_key(one.rollout_id) % 5 == 0)
         assert one.episode.rewards == {"reward": 1.0}

@@ -411,7 +411,7 @@ def test_a_branchs_prompt_shows_its_own_tools_and_its_calls_are_parsed(monkeypat
         await branch.generate(after=user("go on"), max_tokens=3)
 
     prompts = chat_prompts(200, HERMES + MAY_CALL)
-    for rollout in make_collector(prompts, rollout=in_a_branch).collect(1).rewarded.rollouts:
+    for rollout in make_collector(prompts, rollout=in_a_branch).collect(1).rollouts:
         assert rollout_messages(rollout, prompts.tokenizer)[-1] == asks
         text = prompts.tokenizer.decode(rollout.branches[0].tokens, skip_special_tokens=False)
         assert text.startswith("look <turn>u:")

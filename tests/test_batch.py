@@ -46,7 +46,7 @@ def exchange_branches(rank, first_share, rank_of):
     # Rank 0 has the last `first_share` rollouts.
     rollouts = rollouts_of(IDS[9 - first_share :] if rank == 0 else IDS[: 9 - first_share])
     rewards = [[r.rollout_id.prompt_ordinal + 0.1, r.rollout_id.sample / 3] for r in rollouts]
-    infos = gather_infos(rollouts, torch.tensor(rewards, dtype=torch.float64).view(-1, 2))
+    infos = gather_infos(zip(rollouts, [""] * len(rollouts), rewards, strict=True))
     sequences = Groups(None, infos, None, None, None).sequences
     pairs = list(zip(sequences, rank_of, strict=True))
     plan = [[[[sequence for sequence, receiver in pairs if receiver == other]] for other in (0, 1)]]

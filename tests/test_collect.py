@@ -38,7 +38,7 @@ def test_one_turn_is_what_the_engine_samples_with_its_rewards():
     rewards = torch.tensor(sums([rollout.completion for rollout in expected])).double().view(5, 4)
     trained = [rollout for rollout in expected if rollout.rollout_id.sample < 3]
     rollouts = [Rollout((sequence,), sequence.finish_reason) for sequence in trained]
-    assert list(map(facts, groups.rewarded.rollouts)) == list(map(facts, rollouts))
+    assert list(map(facts, groups.rollouts)) == list(map(facts, rollouts))
     assert torch.equal(groups.rewards[:, :, 0], rewards[:, :3])
     assert torch.equal(groups.greedy_rewards[:, :, 0], rewards[:, 3:])
     assert [one.num_tokens for one in groups.sequences] == [len(rollout.tokens) for rollout in trained]
@@ -100,7 +100,7 @@ def test_messages_follow_the_sampled_ids_and_close_each_turn_once():
         assert episode.messages[2:] == [*results, answer]
         endings.add((first.finish_reason, len(end)))
 
-    for rollout in make_collector(chat_prompts(200), rollout=replying).collect(20).rewarded.rollouts:
+    for rollout in make_collector(chat_prompts(200), rollout=replying).collect(20).rollouts:
         assert_scored_as_sampled(*rollout.branches)
     assert endings == {("stop", 0), ("stop", 1), ("length", 1)}
 
@@ -113,7 +113,7 @@ def test_each_branch_has_the_requested_tokens_and_the_training_logprobs():
         seen[episode.seed] = episode
 
     collector = make_collector(chat_prompts(), rollout=watched)
-    for rollout in collector.collect(10).rewarded.rollouts:
+    for rollout in collector.collect(10).rollouts:
         episode = seen[collector._prompts.rng_key(rollout.rollout_id._replace(branch=0))]
         numbers = [0, 1, 3] if episode.turns else [1, 3]
         assert [branch.rollout_id.branch for branch in rollout.branches] == numbers
@@ -138,7 +138,7 @@ def test_row_61_a_branch_has_its_own_noise_and_keeps_its_initial_messages():
         messages[0]["content"] = "xyz"
 
     prompts = chat_prompts()
-    rollouts = make_collector(prompts, rollout=going_on).collect(1).rewarded.rollouts
+    rollouts = make_collector(prompts, rollout=going_on).collect(1).rollouts
     for rollout in rollouts:
         question, answer = rollout_messages(rollout, prompts.tokenizer)
         assert (question["content"], answer["role"]) == ("abc", "assistant")
@@ -165,10 +165,10 @@ def test_no_rollout_is_trained_on_too_late_and_prompts_come_in_order(max_stalene
         ordinals = [info.id.prompt_ordinal for info in groups.infos]
         assert ordinals == sorted(ordinals)
         assert len(set(ordinals)) == 3
-        waiting = {r.rollout_id.prompt_ordinal for r in collector._rewarded.rollouts}
+        waiting = {one.rollout.rollout_id.prompt_ordinal for one in collector._rewarded}
         assert not waiting or min(waiting) > max(ordinals)
         assert len(collector.in_flight) - len(waiting) <= 2 * 3, "more than two steps' prompts are open"
-        for rollout in groups.rewarded.rollouts:
+        for rollout in groups.rollouts:
             (branch,) = rollout.branches
             versions = branch.stream["weight_version"][branch.loss_mask]
             assert step - int(versions[0]) <= max_staleness
@@ -196,6 +196,6 @@ def test_zero_variance_groups_are_replaced_or_fill_up_the_step():
         assert collector.in_flight.num_served == num_served
         expected = [[0, prompts.row(i).prompt in with_signal] for i in taken]
         assert groups.rewards[:, :, 0].tolist() == expected
-        assert groups.rewarded.rewards[:, 0].tolist() == list(itertools.chain(*expected))
-        texts = [prompts.tokenizer.decode(rollout.completion) for rollout in groups.rewarded.rollouts]
-        assert groups.rewarded.texts == texts
+        assert [rewards[0] for _, _, rewards in groups.rewarded] == list(itertools.chain(*expected))
+        for rollout, text, _ in groups.rewarded:
+            assert text == prompts.tokenizer.decode(rollout.completion)

@@ -187,7 +187,7 @@ def test_the_notebook_of_a_page_runs(tmp_path, monkeypatch, capsys):
 def rollouts_of(rollout, rewards):
     """Return twelve rollouts of a chat."""
     collector = make_collector(chat_prompts(200), functions=rewards or None, rollout=rollout)
-    return collector.collect(4).rewarded.rollouts
+    return collector.collect(4).rollouts
 
 
 ROLLOUTS = [block for block in python_blocks("episodes.md") if "def rollout" in block]

@@ -86,11 +86,11 @@ def test_row_56_a_limit_truncates_only_the_branch_that_reaches_it(function, max_
     """The rollout has the finish reason of the branch that last requested a turn; other branches keep their reasons."""
     prompts = Prompts(lambda one: 0 if one.branch and function is too_long_a_branch else 60)
     groups = collected(function, 2, max_turns=max_turns, prompts=prompts)
-    for rollout in groups.rewarded.rollouts:
+    for rollout in groups.rollouts:
         assert rollout.finish_reason == reason
         assert [branch.finish_reason for branch in rollout.branches] == ends
     assert set(groups.is_truncated.flatten().tolist()) == {reason in TRUNCATED_REASONS}
-    batch = pack(all_branches(groups.rewarded.rollouts))
+    batch = pack(all_branches(groups.rollouts))
     assert batch.is_truncated.tolist() == [end in TRUNCATED_REASONS for end in ends] * 6
 
 
@@ -101,7 +101,7 @@ def test_row_61_an_episodes_record_has_each_branchs_tokens_in_order(function):
     A branch's segments begin with its prompt, unless the prompt is the row's.
     """
     prompts = chat_prompts(200)
-    for rollout in collected(function, prompts=prompts).rewarded.rollouts:
+    for rollout in collected(function, prompts=prompts).rollouts:
         view = conversation_record(rollout, prompts.tokenizer)
         for branch in rollout.branches:
             own = [segment for segment in view["segments"] if segment["branch"] == branch.rollout_id.branch]
@@ -118,7 +118,7 @@ def test_row_61_an_episodes_record_has_each_branchs_tokens_in_order(function):
 
 
 def test_an_answer_of_one_turn_has_no_record_of_a_conversation():
-    rollouts = collected(one_turn, prompts=chat_prompts()).rewarded.rollouts
+    rollouts = collected(one_turn, prompts=chat_prompts()).rollouts
     assert conversation_record(rollouts[0], letter_tokenizer()) == {}
 
 
@@ -132,7 +132,7 @@ def test_parse_errors_are_counted_only_for_turns_whose_message_was_read(monkeypa
         assert turn.message["role"] == "assistant"
 
     monkeypatch.setattr("minirl.data.answers.parse_answer", parsed)
-    rollouts = collected(asks, 16, prompts=chat_prompts()).rewarded.rollouts
+    rollouts = collected(asks, 16, prompts=chat_prompts()).rollouts
     num_errors = sum(turn.parse_error is not None for rollout in rollouts for turn in rollout.episode.turns)
     metrics = StepMetrics()
     add_rollouts(metrics, rollouts, grouped_rewards=torch.zeros(len(rollouts), 1))

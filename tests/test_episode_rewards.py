@@ -47,7 +47,7 @@ def test_an_episode_that_hits_a_limit_keeps_its_rewards_and_accepts_no_more():
 
     groups = make_collector(functions=OF_EPISODE, rollout=mine, max_turns=4).collect(2)
     assert groups.rewards.view(-1, 2).tolist() == [[0.0, 4.0]] * 6
-    assert {r.finish_reason for r in groups.rewarded.rollouts} == {"max_turns"}
+    assert {r.finish_reason for r in groups.rollouts} == {"max_turns"}
     assert len(refused) == 6
 
 
@@ -64,7 +64,7 @@ def test_a_fork_rewards_each_turn_with_the_value_in_turn_extra(tmp_path):
     ppo = load_script(
         patched_fork(tmp_path, ROOT / "docs/examples/turn_rewards_ppo.patch", name="turn_rewards")
     )
-    rollouts = make_collector(Prompts(lambda _: 5), rollout=noting).collect(2).rewarded.rollouts
+    rollouts = make_collector(Prompts(lambda _: 5), rollout=noting).collect(2).rollouts
     paid = ppo.turn_rewards(rollouts)[pack(all_branches(rollouts)).loss_mask].view(-1, 5)
     seconds = [rollout.episode.turns[1].extra["reward"] for rollout in rollouts]
     assert paid.tolist() == [[0, 1, 0, 0, second] for second in seconds]

@@ -56,8 +56,8 @@ def shared_out(rank, max_tokens, config, can_skip=None):
     """
     last = world_size() - 1
     mine = [rollout for i, rollout in enumerate(make_rollouts()) if min(i // 5, last) == rank]
-    rewards = [0.1 if r.rollout_id.prompt_ordinal < 4 else r.rollout_id.sample == 0 for r in mine]
-    infos = gather_infos(mine, torch.tensor(rewards, dtype=torch.float64).view(-1, 1))
+    rewards = [[0.1 if r.rollout_id.prompt_ordinal < 4 else r.rollout_id.sample == 0] for r in mine]
+    infos = gather_infos(zip(mine, [""] * len(mine), rewards, strict=True))
     rewards = torch.tensor([info.rewards for info in infos], dtype=torch.float64).view(7, 3, 1)
     groups = Groups(None, infos, rewards, rewards[:, :0], torch.ones(1, dtype=torch.float64))
     is_skipped = torch.zeros(21, dtype=torch.bool)

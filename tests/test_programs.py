@@ -112,7 +112,7 @@ def test_turn_extra_is_stored_as_json_or_rejected_when_the_episode_ends():
         turn = await episode.generate(max_tokens=2)
         turn.extra["noted"] = noted
 
-    rollout = make_collector(rollout=noting).collect(1).rewarded.rollouts[0]
+    rollout = make_collector(rollout=noting).collect(1).rollouts[0]
     extra = json.loads(json_text(rollout.episode.turns[0].json_fields()))["extra"]
     assert extra == {"noted": {"a": 0.5, "b": [1], "c": "x", "d": [1.0, 1.0]}}
     noted[(1, 2)] = 3

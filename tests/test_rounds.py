@@ -72,7 +72,7 @@ def test_a_slow_reply_or_reward_holds_no_step_up_and_its_rollouts_are_trained_wh
     assert 1 in collector.in_flight.ordinals
     assert (1 in collector._queue.groups) == (slow_part == "reward")
     requests = make_prompts().requests([0], group_size=0, num_greedy=1)
-    assert len(collector.evaluator(make_prompts()).run(requests).rollouts) == 1
+    assert len(collector.evaluator(make_prompts()).run(requests)) == 1
     gate.set()
     file.unlink(missing_ok=True)
     if is_killed:

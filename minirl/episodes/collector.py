@@ -26,6 +26,7 @@ from minirl.episodes.step_groups import Groups, select_step
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import gather_objects
 from minirl.rewards.functions import RewardLike
+from minirl.rollouts import RewardedRollout
 
 # A rollout samples at most this fraction of the maximum completion length per round, clamped to ROUND_LIMITS.
 # Shorter rounds replace finished prompts sooner; longer rounds synchronize the ranks less often.
@@ -89,7 +90,7 @@ class Collector:
         self._queue = self._runner.queue
         # This rank's rewarded rollouts that no step has taken. The other in-flight rollouts are still in the runner or
         # in the queue.
-        self._rewarded = self._queue.finish([])
+        self._rewarded: list[RewardedRollout] = []
 
     def collect(self, num_groups: int, *, weight_version: int = 0) -> Groups:
         """Collect the groups for the next step (collective).
@@ -159,7 +160,7 @@ class Collector:
         deadline = time.monotonic() + self._runner.reply_wait_s
         while self._queue.is_busy and (remaining_s := deadline - time.monotonic()) > 0:
             self._queue.poll(remaining_s)
-        own = {rollout.rollout_id.prompt_ordinal for rollout in self._rewarded.rollouts}
+        own = {rewarded.rollout.rollout_id.prompt_ordinal for rewarded in self._rewarded}
         return set().union(*gather_objects(own | self._queue.ready_prompts()))
 
     def _begin_prompts(self, num_prompts: int) -> None:

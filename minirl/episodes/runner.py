@@ -36,8 +36,8 @@ from minirl.generation.engine import Engine
 from minirl.ranks.time_account import spent_on
 from minirl.report.progress_bar import show_progress
 from minirl.rewards.functions import RewardLike
-from minirl.rewards.reward_queue import RewardedRollouts, RewardQueue
-from minirl.rollouts import Request, Rollout, RolloutId
+from minirl.rewards.reward_queue import RewardQueue
+from minirl.rollouts import Request, RewardedRollout, Rollout, RolloutId
 
 # Maximum time (s) to wait for replies while there is nothing to decode, before reward calls are polled.
 IDLE_WAIT_S = 0.05
@@ -97,7 +97,7 @@ class EpisodeRunner:
         self._groups: defaultdict[int, list[Driver]] = defaultdict(list)
         self._rollouts: defaultdict[int, list[Rollout]] = defaultdict(list)
 
-    def run(self, requests: Sequence[Request], *, weight_version: int = 0) -> RewardedRollouts:
+    def run(self, requests: Sequence[Request], *, weight_version: int = 0) -> list[RewardedRollout]:
         """Run the requests of complete groups to completion; return the rewarded rollouts."""
         with self.in_step():
             self.begin_episodes(requests)

@@ -1,11 +1,12 @@
 """Select the groups for a step. A group is all rollouts of one prompt; every rank knows the rewards of all groups."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from minirl.rewards.reward_queue import RewardedRollouts
+from minirl.rollouts import RewardedRollout, Rollout, RolloutId
 from minirl.training.advantages import have_zero_variance, select_groups, weighted_rewards
 from minirl.training.batch import RolloutInfo, SequenceInfo, gather_infos
 
@@ -21,11 +22,16 @@ class Groups:
     reward_weights: fp64 [K].
     """
 
-    rewarded: RewardedRollouts
+    rewarded: list[RewardedRollout]
     infos: list[RolloutInfo]
     rewards: Tensor
     greedy_rewards: Tensor
     reward_weights: Tensor
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """This rank's rollouts, without their rewards."""
+        return [rollout for rollout, _, _ in self.rewarded]
 
     @property
     def weighted_rewards(self) -> Tensor:
@@ -68,14 +74,14 @@ class Selection:
     """
 
     groups: Groups
-    remaining: RewardedRollouts
+    remaining: list[RewardedRollout]
     num_missing: int
     num_zero_variance: int
     ended_prompts: frozenset[int]
 
 
 def select_step(
-    rewarded: RewardedRollouts,
+    rewarded: Iterable[RewardedRollout],
     num_groups: int,
     group_size: int,
     num_greedy: int = 0,
@@ -90,7 +96,7 @@ def select_step(
     replaces_zero_variance: whether to prefer groups whose first reward varies. Zero-variance groups then count as
     missing, and are dropped unless they are needed to fill the step.
     """
-    infos = gather_infos(rewarded.rollouts, rewarded.rewards)
+    infos = gather_infos(rewarded)
     # The infos are sorted by id, so the rollouts of one prompt are adjacent, with the greedy ones last.
     rollouts_per_prompt = group_size + num_greedy
     ordinals = torch.tensor([info.id.prompt_ordinal for info in infos[::rollouts_per_prompt]])
@@ -104,20 +110,21 @@ def select_step(
     chosen = frozenset(ordinals[selected].tolist())
     ended_prompts = chosen.union(ordinals[is_zero_variance].tolist())
 
+    def is_selected(rollout_id: RolloutId) -> bool:
+        return rollout_id.prompt_ordinal in chosen and rollout_id.sample < group_size
+
     # Sort this rank's rollouts by id as well.
-    local = sorted((rollout.rollout_id, i) for i, rollout in enumerate(rewarded.rollouts))
-    local_selected = [i for ids, i in local if ids.prompt_ordinal in chosen and ids.sample < group_size]
-    local_remaining = [i for ids, i in local if ids.prompt_ordinal not in ended_prompts]
+    local = sorted(rewarded, key=lambda one: one.rollout.rollout_id)
     groups = Groups(
-        rewarded=rewarded.select(local_selected),
-        infos=[info for info in infos if info.id.prompt_ordinal in chosen and info.id.sample < group_size],
+        rewarded=[one for one in local if is_selected(one.rollout.rollout_id)],
+        infos=[info for info in infos if is_selected(info.id)],
         rewards=rewards[selected][:, :group_size],
         greedy_rewards=rewards[selected][:, group_size:],
         reward_weights=reward_weights,
     )
     return Selection(
         groups=groups,
-        remaining=rewarded.select(local_remaining),
+        remaining=[one for one in local if one.rollout.rollout_id.prompt_ordinal not in ended_prompts],
         num_missing=num_groups - int((~is_zero_variance).sum()),
         num_zero_variance=int(is_zero_variance.sum()),
         ended_prompts=ended_prompts,

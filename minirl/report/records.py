@@ -8,19 +8,20 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from minirl.data.chat_tokenizer import ChatTokenizer
 from minirl.data.conversation import conversation_record
 from minirl.data.task import Task
-from minirl.rewards.reward_queue import RewardedRollouts
+from minirl.rollouts import RewardedRollout
 from minirl.training.advantages import weighted_rewards
 
 Record = Mapping[str, Any]  # one of the records that `rollout_records` returns
 
 
 def rollout_records(
-    rewarded: RewardedRollouts,
+    rewarded: Sequence[RewardedRollout],
     functions: Iterable[str],
     tokenizer: ChatTokenizer,
     *,
@@ -32,18 +33,19 @@ def rollout_records(
     functions: names of the K reward functions. weights: fp64 [K]; the weighted sum of a rollout's rewards is its
     `reward`. columns: additional numbers [N], one per rollout.
     """
-    columns = {"reward": weighted_rewards(rewarded.rewards, weights).tolist(), **columns}
-    rewards = rewarded.rewards.tolist()
+    all_rewards = torch.tensor([rewards for _, _, rewards in rewarded], dtype=torch.float64)
+    scores = weighted_rewards(all_rewards.view(len(rewarded), len(weights)), weights)
+    columns = {"reward": scores.tolist(), **columns}
     records = []
-    for i, rollout in enumerate(rewarded.rollouts):
+    for i, (rollout, text, rewards) in enumerate(rewarded):
         row = rollout.episode.row
         record: dict[str, Any] = {
             "id": rollout.rollout_id[:2],
             "row": row.origin,
             "prompt": row.prompt,
-            "completion": rewarded.texts[i],
+            "completion": text,
             **{name: _json_number(column[i]) for name, column in columns.items()},
-            "rewards": dict(zip(functions, map(_json_number, rewards[i]), strict=True)),
+            "rewards": dict(zip(functions, map(_json_number, rewards), strict=True)),
             "num_tokens": rollout.num_sampled,
             "finish_reason": rollout.finish_reason,
         }

@@ -2,44 +2,14 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from minirl.data.prompts import PromptStream
 from minirl.ranks.time_account import spent_on
 from minirl.rewards.functions import FunctionReward, PromptGroup, Reward, RewardLike
-from minirl.rollouts import Rollout
-
-
-@dataclass(frozen=True)
-class RewardedRollouts:
-    """This rank's N rollouts, with K rewards each. All fields have one entry per rollout.
-
-    texts: the completions without special tokens. rewards: fp64 [N, K]; NaN where a reward does not apply.
-    """
-
-    rollouts: list[Rollout]
-    texts: list[str]
-    rewards: Tensor
-
-    def __add__(self, other: "RewardedRollouts") -> "RewardedRollouts":
-        return RewardedRollouts(
-            rollouts=self.rollouts + other.rollouts,
-            texts=self.texts + other.texts,
-            rewards=torch.cat([self.rewards, other.rewards]),
-        )
-
-    def select(self, indices: Sequence[int]) -> "RewardedRollouts":
-        """Return the rollouts at these indices, in this order."""
-        return RewardedRollouts(
-            rollouts=[self.rollouts[i] for i in indices],
-            texts=[self.texts[i] for i in indices],
-            rewards=self.rewards[indices],
-        )
+from minirl.rollouts import RewardedRollout, Rollout
 
 
 class RewardQueue:
@@ -103,8 +73,8 @@ class RewardQueue:
             call.result()
 
     @spent_on("wait_rewards")
-    def finish(self, ordinals: Iterable[int]) -> RewardedRollouts:
-        """Remove the groups of these prompts, wait for their rewards, and return their N rewarded rollouts.
+    def finish(self, ordinals: Iterable[int]) -> list[RewardedRollout]:
+        """Remove the groups of these prompts, wait for their rewards, and return their rewarded rollouts.
 
         The rollouts follow the order of `ordinals`. Raises RewardError, naming the function and row.
         """
@@ -112,16 +82,12 @@ class RewardQueue:
         for call in as_completed([call for _, calls in taken for call in calls]):
             call.result()  # raises the first error without waiting for the other calls
         rollouts = [rollout for group, _ in taken for rollout in group.rollouts]
+        texts = [text for group, _ in taken for text in group.texts]
         rewards_per_function = [
             reward.finish([calls[k].result() for _, calls in taken])
             for k, reward in enumerate(self._rewards.values())
         ]
         # NumPy converts None, which means that a reward does not apply, to NaN.
-        rewards = np.array(rewards_per_function, dtype=np.float64).reshape(
-            len(rewards_per_function), len(rollouts)
-        )
-        return RewardedRollouts(
-            rollouts=rollouts,
-            texts=[text for group, _ in taken for text in group.texts],
-            rewards=torch.from_numpy(rewards).T,
-        )
+        rewards = np.array(rewards_per_function, dtype=np.float64)
+        per_rollout = rewards.reshape(len(self._rewards), len(rollouts)).T.tolist()
+        return list(map(RewardedRollout, rollouts, texts, per_rollout))

@@ -157,7 +157,7 @@ class Run:
             )
             for number in range(num_minibatches)
         ]
-        batch = exchange(groups.rewarded.rollouts, plan, streams, batch_type)
+        batch = exchange(groups.rollouts, plan, streams, batch_type)
         return batch, [per_rank[rank()] for per_rank in plan]
 
     def score(
@@ -230,7 +230,7 @@ class Run:
             progress.in_flight = collector.in_flight.ordinals
         if collector and groups is not None:
             add_generation(metrics, collector.engine.take_stats())
-            add_rollouts(metrics, groups.rewarded.rollouts, grouped_rewards=groups.weighted_rewards)
+            add_rollouts(metrics, groups.rollouts, grouped_rewards=groups.weighted_rewards)
             add_rewards(metrics, self._setup.reward_functions, groups.rewards)
             metrics.add_total("count/sampled_tokens", collector.take_count("sampled_tokens"))
             if self._setup.tokenizer.tools:

@@ -21,7 +21,14 @@ from minirl.model import attention
 from minirl.model.attention import PackedLayout, concatenated_ranges, to_device
 from minirl.ranks.process_group import all_reduce_sum, gather_objects, rank, world_size
 from minirl.ranks.time_account import spent_on
-from minirl.rollouts import Rollout, RolloutId, SampledSequence, all_branches, join_streams
+from minirl.rollouts import (
+    RewardedRollout,
+    Rollout,
+    RolloutId,
+    SampledSequence,
+    all_branches,
+    join_streams,
+)
 from minirl.training.losses import repeat_over_tokens, sequence_sums
 
 
@@ -204,11 +211,11 @@ class Batch:
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
-def gather_infos(rollouts: Sequence[Rollout], rewards: Tensor) -> list[RolloutInfo]:
-    """Gather sorted infos for all ranks' rollouts (collective). rewards: fp64 [n, K] of this rank's n rollouts."""
+def gather_infos(rewarded: Iterable[RewardedRollout]) -> list[RolloutInfo]:
+    """Gather sorted infos for all ranks' rollouts (collective). rewarded: this rank's rollouts."""
     local_infos = [
-        RolloutInfo(list(map(_sequence_info, rollout.branches)), rollout.is_truncated, rollout_rewards)
-        for rollout, rollout_rewards in zip(rollouts, rewards.tolist(), strict=True)
+        RolloutInfo(list(map(_sequence_info, rollout.branches)), rollout.is_truncated, rewards)
+        for rollout, _, rewards in rewarded
     ]
     # Ids are unique, so sorting never compares the other fields.
     return sorted(itertools.chain(*gather_objects(local_infos)))

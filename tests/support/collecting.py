@@ -151,8 +151,11 @@ def collected(
     for step in range(first_step, first_step + num_steps):
         groups = collector.collect(num_groups, weight_version=step)
         assert not collector.engine.is_busy, "the engine keeps finished requests"
-        rewards = groups.rewarded.rewards.nan_to_num(math.inf).tolist()
-        steps.append([(*facts(r), x) for r, x in zip(groups.rewarded.rollouts, rewards, strict=True)])
+        rewarded = [
+            (*facts(rollout), [math.inf if math.isnan(x) else x for x in rewards])
+            for rollout, _, rewards in groups.rewarded
+        ]
+        steps.append(rewarded)
     return steps
 
 
