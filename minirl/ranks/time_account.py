@@ -31,7 +31,7 @@ class TimeAccount:
         """
         self._thread = threading.get_ident()
         self._cause = "host"
-        self._since = self._started_at = time.perf_counter()
+        self._since = time.perf_counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def switch(self, cause: str) -> None:
@@ -41,13 +41,12 @@ class TimeAccount:
         self._since = now
         self._cause = cause
 
-    def take(self) -> tuple[float, dict[str, float]]:
-        """Return the wall seconds since the last `take` or `begin`, and the seconds per cause; reset both."""
+    def take(self) -> dict[str, float]:
+        """Return the seconds per cause since the last `take` or `begin`, and reset them. They sum to the wall time."""
         self.switch(self._cause)
-        elapsed, seconds = self._since - self._started_at, self._seconds
-        self._started_at = self._since
+        seconds = self._seconds
         self._seconds = defaultdict(float)
-        return elapsed, seconds
+        return seconds
 
     @contextmanager
     def spent_on(self, cause: str) -> Iterator[None]:

@@ -77,8 +77,8 @@ class StepMetrics:
         A step lasts from the previous `end` to this one; later work belongs to the next step.
         """
         time_account.wait_for_device()
-        elapsed, seconds = time_account.this_process.take()
-        for name, spent in {"step": elapsed, **seconds}.items():
+        seconds = time_account.this_process.take()
+        for name, spent in {"step": sum(seconds.values()), **seconds}.items():
             # `add` would average only over the ranks that spent time on this cause.
             self.add_total(f"time/{name}", spent / world_size())
 
