@@ -250,19 +250,15 @@ class EpisodeRunner:
             self._working_since[driver] = time.monotonic()
             return
         if has_room:
-            self._count_results(driver)
+            for message in driver.turn.inserted:
+                if message["role"] == "tool":
+                    self.counts["tool_results"] += 1
+                    self.counts["tool_errors"] += str(message["content"]).startswith(TOOL_ERROR)
         if has_room and driver.episode.num_turns < self._max_turns:
             self._waiting.append(driver)
         else:
             driver.cancel()
             self._end_episode(driver, "max_turns" if has_room else "length")
-
-    def _count_results(self, driver: Driver) -> None:
-        """Count the tool results that were appended before the turn."""
-        for message in driver.turn.inserted:
-            if message["role"] == "tool":
-                self.counts["tool_results"] += 1
-                self.counts["tool_errors"] += str(message["content"]).startswith(TOOL_ERROR)
 
     def _end_episode(self, driver: Driver, finish_reason: str | None, *, has_returned: bool = False) -> None:
         """End an episode after its last turn, and queue its group if the group is now complete.

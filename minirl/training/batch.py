@@ -259,7 +259,7 @@ def exchange(
     ranks = range(world_size())
     # The sequences that each rank trains on, over all minibatches.
     planned = [[sequence for per_rank in plan for micro in per_rank[r] for sequence in micro] for r in ranks]
-    sent = [[sequence for sequence in planned[r] if sequence.owner_rank == rank()] for r in ranks]
+    sent = [[sequence for sequence in part if sequence.owner_rank == rank()] for part in planned]
     received = [[sequence for sequence in planned[rank()] if sequence.owner_rank == r] for r in ranks]
     num_sent, num_received = (
         [sum(sequence.num_tokens for sequence in part) for part in parts] for parts in (sent, received)
