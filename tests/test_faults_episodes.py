@@ -22,7 +22,7 @@ FIRST = {
     "await episode.branch(7).generate()": NO_PROMPT,
     "await episode.branch([]).generate()": NO_PROMPT,
     "await episode.branch([{'content': 'a'}]).generate()": NO_PROMPT,
-    "await episode.branch('a' * 100).generate()": ".*the prompt of its first turn leaves no room",
+    "await episode.branch('a' * 100).generate()": ".*the first turn's prompt and `after` leave no room",
 }
 LATER = {
     "{}['no such tool']": r"raised\nTraceback(.|\n)*mine.py(.|\n)*KeyError: 'no such tool'",
@@ -45,8 +45,8 @@ LATER = {
     "await episode.generate(max_tokens='7')": r"generate\(max_tokens='7'\): must be an integer of at least 1",
     "episode.end('won')": r"episode.end\('won'\): expected one of stop, length, .*env_done",
     "episode.end('stop'); await episode.generate()": r"episode.generate\(\) after episode.end\('stop'\)",
-    "return 1.0": r".*gives rewards \('reward'\) that the run does not use: add --reward episode",
-    "return {'other': 1.0}": r".*ended without the reward 'total' \(given: 'other'\)",
+    "return 1.0": r"gives rewards \('reward'\) that the run does not use: add --reward episode",
+    "return {'other': 1.0}": r"ended without the reward 'total' \(given: 'other'\)",
     "return float('nan')": r"returns nan; a reward is a finite number of at most 1e\+12",
     "return '1.0'": "returns '1.0'; a reward is",
     "episode.reward(float('nan'))": "episode.reward, for the row at f:3: 'reward' is nan; a reward is",

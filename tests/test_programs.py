@@ -59,7 +59,7 @@ def test_an_invalid_request_raises_at_its_await_and_the_function_may_continue():
 
     assert rollouts_of(careful) == rollouts_of(plain)
     assert {re.sub(r".*: ", "", text) for text in caught} == {
-        "the prompt of its first turn leaves no room for a turn",
+        "the first turn's prompt and `after` leave no room for sampled tokens",
         "messages before the first turn; see episode.branch, or write them into the row's prompt",
     }
 
@@ -68,7 +68,7 @@ def test_an_invalid_request_raises_at_its_await_and_the_function_may_continue():
             await episode.branch("a" * 200).generate()
 
     with pytest.raises(
-        RolloutError, match=r"ended without a turn; .* was rejected: .* leaves no room for a turn"
+        RolloutError, match=r"ended without a turn; .* was rejected: .* leave no room for sampled tokens"
     ):
         rollouts_of(hopeless)
 

@@ -124,16 +124,18 @@ class Driver:
             episode.end_reason is not None, f"episode.generate() after episode.end({episode.end_reason!r})"
         )
         branch = episode.branches[turn_request.branch]
-        if not branch.request.prompt_ids and not self._tokenize_prompt(branch):
-            self.branch = branch
-            return False
+        if not branch.request.prompt_ids:
+            branch.request = self._prompts.branch_request(
+                branch.request, branch.number, branch.prompt, self.origin, tools=branch.tools
+            )
         appended = self._appended_ids(branch, turn_request) if turn_request.after else []
         self.branch = branch
         start = branch.num_tokens + len(appended)
         remaining_tokens = branch.remaining_tokens - len(appended)
         if remaining_tokens < 1:
             refuse(
-                not episode.num_turns, f"{self.origin}: the first turn's `after` leaves no room for a turn"
+                not episode.num_turns,
+                f"{self.origin}: the first turn's prompt and `after` leave no room for sampled tokens",
             )
             return False
         self.has_begun = True
@@ -209,8 +211,7 @@ class Driver:
             )
             raise InputError(f"ended without a turn; it must await at least one{rejection}")
         if finish_reason is None:
-            last_turn = max(turns, key=lambda turn: turn.number)
-            finish_reason = episode.branches[last_turn.branch].finish_reason
+            finish_reason = self.branch.finish_reason
         elif self.branch.turns:
             tokens = self.branch.engine_tokens
             tokens.sequence = replace(tokens.sequence, finish_reason=finish_reason)
@@ -263,18 +264,6 @@ class Driver:
             self.episode.is_closed = not isinstance(reply, TurnRequest)
             self._replies.append((self, reply))
             event_loop().stop()
-
-    def _tokenize_prompt(self, branch: Branch) -> bool:
-        """Tokenize the prompt of a branch that the function began; return False if the prompt leaves no room."""
-        request = self._prompts.branch_request(
-            branch.request, branch.number, branch.prompt, self.origin, tools=branch.tools
-        )
-        if request.max_new_tokens < 1:
-            is_first = not self.episode.num_turns
-            refuse(is_first, f"{self.origin}: the prompt of its first turn leaves no room for a turn")
-            return False
-        branch.request = request
-        return True
 
     def _appended_ids(self, branch: Branch, turn_request: TurnRequest) -> list[int]:
         """Return the token ids that a request appends to its branch. Raises InputError, naming the function and row."""

@@ -270,7 +270,7 @@ class EpisodeRunner:
         given_rewards = driver.episode.given_rewards
         rollout = driver.rollout(finish_reason, dict.fromkeys(self._reward_names, 0.0) | given_rewards)
         if has_returned and (given_rewards or self._reward_names):
-            check_rewards(given_rewards, self._reward_names, driver.origin)
+            check_rewards(given_rewards, self._reward_names)
         ordinal = driver.rollout_id.prompt_ordinal
         self._rollouts[ordinal].append(rollout)
         self._groups[ordinal].remove(driver)
@@ -285,7 +285,7 @@ class EpisodeRunner:
         self.engine.release(*(branch.request.rollout_id for branch in driver.episode.branches))
 
 
-def check_rewards(given_rewards: Collection[str], required_rewards: Collection[str], origin: str) -> None:
+def check_rewards(given_rewards: Collection[str], required_rewards: Collection[str]) -> None:
     """Raise InputError if a required reward is missing, or if the run uses no episode rewards but some were given.
 
     given_rewards: names of the rewards that an episode gave or returned. required_rewards: names of the rewards
@@ -293,17 +293,17 @@ def check_rewards(given_rewards: Collection[str], required_rewards: Collection[s
     """
     refuse(
         not all(isinstance(name, str) for name in given_rewards),
-        f"{origin}: reward names must be strings: {given_rewards!r:.80}",
+        f"reward names must be strings: {given_rewards!r:.80}",
     )
     listed = ", ".join(map(repr, sorted(given_rewards))) or "none"
     flags = " ".join("episode" if name == REWARD else f"episode:{name}" for name in sorted(given_rewards))
     refuse(
         given_rewards and not required_rewards,
-        f"{origin} gives rewards ({listed}) that the run does not use: add --reward {flags}",
+        f"gives rewards ({listed}) that the run does not use: add --reward {flags}",
     )
     for name in required_rewards:
         refuse(
             name not in given_rewards,
-            f"{origin}: ended without the reward {name!r} (given: {listed}); give it in every episode, at "
+            f"ended without the reward {name!r} (given: {listed}); give it in every episode, at "
             f"least `episode.reward(0.0, {name!r})`, or return {{{name!r}: None}} where it does not apply",
         )
