@@ -119,7 +119,11 @@ class Collector:
                 if selection.num_missing <= 0 or num_refills == self._max_refills:
                     break
                 num_wanted = num_groups + selection.num_zero_variance
-        self._rewarded = selection.remaining
+        self._rewarded = [
+            one
+            for one in self._rewarded
+            if one.rollout.rollout_id.prompt_ordinal not in selection.ended_prompts
+        ]
         self.in_flight.end_step(selection.ended_prompts)
         return selection.groups
 

@@ -83,16 +83,20 @@ class EpisodeRunner:
         # Names of the rewards that each episode must give. If a limit ends an episode, the missing ones are 0.
         self._reward_names = self.queue.episode_rewards
         self.counts: Counter[str] = Counter()
+        # Tasks of functions that have not returned, including those still cleaning up after their episodes ended.
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._step_ended_at = 0.0
+        self._forget_episodes()
+
+    def _forget_episodes(self) -> None:
+        """Set the state of a runner without episodes."""
         # All open episodes, keyed by the id of their first branch, in the order in which they began.
         self._drivers: dict[RolloutId, Driver] = {}
         # Episodes whose turn is waiting for the first turns of its group, or for the next round's budget.
         self._waiting: list[Driver] = []
         # The time at which each function began to work on its next reply, oldest first.
         self._working_since: dict[Driver, float] = {}
-        self._step_ended_at = 0.0
         self._replies: list[tuple[Driver, Reply]] = []
-        # Tasks of functions that have not returned, including those still cleaning up after their episodes ended.
-        self._tasks: set[asyncio.Task[None]] = set()
         # Each prompt's open episodes, and the rollouts of its finished episodes until the group is complete.
         self._groups: defaultdict[int, list[Driver]] = defaultdict(list)
         self._rollouts: defaultdict[int, list[Rollout]] = defaultdict(list)
@@ -162,15 +166,7 @@ class EpisodeRunner:
         """Cancel all episodes and drop their rollouts; give their functions CLEANUP_S to clean up."""
         for driver in self._drivers.values():
             driver.cancel()
-        for container in (
-            self._drivers,
-            self._waiting,
-            self._working_since,
-            self._replies,
-            self._groups,
-            self._rollouts,
-        ):
-            container.clear()
+        self._forget_episodes()
         deadline = time.perf_counter() + CLEANUP_S
         while self._tasks and time.perf_counter() < deadline:
             event_loop().run_slice(0.01)

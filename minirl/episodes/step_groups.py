@@ -65,16 +65,14 @@ class Groups:
 
 @dataclass(frozen=True)
 class Selection:
-    """The groups selected for a step. All fields except `remaining` are the same on every rank.
+    """The groups selected for a step. All fields except `groups.rewarded` are the same on every rank.
 
-    remaining: this rank's rollouts that later steps may select.
     num_missing: number of groups still to collect (zero-variance groups do not count); negative if there is a surplus.
     num_zero_variance: number of groups whose first reward has zero variance; 0 if such groups are not replaced.
     ended_prompts: ordinals of the prompts whose groups were selected or dropped.
     """
 
     groups: Groups
-    remaining: list[RewardedRollout]
     num_missing: int
     num_zero_variance: int
     ended_prompts: frozenset[int]
@@ -113,10 +111,9 @@ def select_step(
     def is_selected(rollout_id: RolloutId) -> bool:
         return rollout_id.prompt_ordinal in chosen and rollout_id.sample < group_size
 
-    # Sort this rank's rollouts by id as well.
-    local = sorted(rewarded, key=lambda one: one.rollout.rollout_id)
+    local = [one for one in rewarded if is_selected(one.rollout.rollout_id)]
     groups = Groups(
-        rewarded=[one for one in local if is_selected(one.rollout.rollout_id)],
+        rewarded=sorted(local, key=lambda one: one.rollout.rollout_id),
         infos=[info for info in infos if is_selected(info.id)],
         rewards=rewards[selected][:, :group_size],
         greedy_rewards=rewards[selected][:, group_size:],
@@ -124,7 +121,6 @@ def select_step(
     )
     return Selection(
         groups=groups,
-        remaining=[one for one in local if one.rollout.rollout_id.prompt_ordinal not in ended_prompts],
         num_missing=num_groups - int((~is_zero_variance).sum()),
         num_zero_variance=int(is_zero_variance.sum()),
         ended_prompts=ended_prompts,
