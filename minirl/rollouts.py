@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -132,9 +132,7 @@ class TurnRecord:
 
     def json_fields(self) -> dict[str, Any]:
         """Return all fields except `inserted`, as JSON values."""
-        return {
-            field.name: getattr(self, field.name) for field in fields(TurnRecord) if field.name != "inserted"
-        }
+        return {name: value for name, value in vars(self).items() if name != "inserted"}
 
 
 @dataclass(frozen=True)

@@ -257,7 +257,7 @@ def test_tool_results_and_tool_errors_are_counted():
 
     collector = make_collector(chat_prompts(200), rollout=rollout)
     collector.collect(2)
-    assert [collector.take_count(name) for name in ("tool_results", "tool_errors")] == [12, 6]
+    assert [collector.counts[name] for name in ("tool_results", "tool_errors")] == [12, 6]
 
 
 def test_an_environment_without_tools_needs_no_response_template(load):

@@ -43,7 +43,7 @@ def test_one_turn_is_what_the_engine_samples_with_its_rewards():
     assert torch.equal(groups.greedy_rewards[:, :, 0], rewards[:, 3:])
     assert [one.num_tokens for one in groups.sequences] == [len(rollout.tokens) for rollout in trained]
     assert collector.in_flight.num_served == 5
-    assert collector.take_count("sampled_tokens") == sum(len(rollout.completion) for rollout in expected)
+    assert collector.counts["sampled_tokens"] == sum(len(rollout.completion) for rollout in expected)
 
 
 def test_an_episode_is_freed_with_its_rollout():

@@ -39,6 +39,7 @@ class Collector:
 
     engine: the engine that samples the rollouts. in_flight: the prompts that have begun but that no step has taken yet.
     temperature: sampling temperature for new rollouts, except greedy ones; a script may change it between steps.
+    counts: this rank's counters since they were last reset; see `EpisodeRunner`.
     evaluator: factory of runners for other prompt streams, with the same engine, rewards and rollout function.
     """
 
@@ -87,6 +88,7 @@ class Collector:
             call_timeout=call_timeout,
         )
         self._runner = self.evaluator(prompts)
+        self.counts = self._runner.counts
         self._queue = self._runner.queue
         # This rank's rewarded rollouts that no step has taken. The other in-flight rollouts are still in the runner or
         # in the queue.
@@ -126,14 +128,6 @@ class Collector:
         ]
         self.in_flight.end_step(selection.ended_prompts)
         return selection.groups
-
-    def take_count(self, name: str) -> int:
-        """Return one of this rank's counters and reset it. Rollouts that no step takes are counted as well.
-
-        name: "sampled_tokens"; "tool_results", the number of appended tool results; or "tool_errors", the number of
-        those results that are errors.
-        """
-        return self._runner.counts.pop(name, 0)
 
     def close(self) -> None:
         """Cancel the in-flight rollouts and let their functions clean up. Not collective."""

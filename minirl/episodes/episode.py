@@ -307,8 +307,7 @@ class Episode:
             self.is_closed, f"{origin} the episode has ended; give rewards before `await episode.generate()`"
         )
         checked = checked_reward(value, f"{origin} {name!r} is")
-        total = (self.given_rewards.get(name) or 0.0) + checked
-        self.given_rewards[name] = checked_reward(total, f"{origin} {name!r} adds up to")
+        self.given_rewards[name] = (self.given_rewards.get(name) or 0.0) + checked
 
     def end(self, reason: str) -> None:
         """Set the episode's finish reason; the function should return next.

@@ -52,7 +52,9 @@ CLEANUP_S = 1.0
 class EpisodeRunner:
     """Runs episodes in rounds. Collective only if ranks share the model's layers.
 
-    queue: the queue that computes the rewards of complete groups. counts: see `Collector.take_count`.
+    queue: the queue that computes the rewards of complete groups.
+    counts: the numbers of "sampled_tokens", of appended "tool_results", and of "tool_errors" among these results. They
+    include rollouts that no step takes.
     reply_wait_s: maximum wait for the next reply in a round with a budget and nothing to decode.
     """
 

@@ -232,10 +232,10 @@ class Run:
             add_generation(metrics, collector.engine.take_stats())
             add_rollouts(metrics, groups.rollouts, grouped_rewards=groups.weighted_rewards)
             add_rewards(metrics, self._setup.reward_functions, groups.rewards)
-            metrics.add_total("count/sampled_tokens", collector.take_count("sampled_tokens"))
+            metrics.add_total("count/sampled_tokens", collector.counts.pop("sampled_tokens", 0))
             if self._setup.tokenizer.tools:
                 for name in ("tool_results", "tool_errors"):
-                    metrics.add_total(f"count/{name}", collector.take_count(name))
+                    metrics.add_total(f"count/{name}", collector.counts.pop(name, 0))
             metrics.add("count/epoch", progress.num_served / self._setup.prompts.num_prompts)
         progress.evaluated = {}
         if self._is_due(step, self._config.eval_every):
