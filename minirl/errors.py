@@ -1,13 +1,13 @@
 """Errors that end a run deliberately, each with its own exit code.
 
-The messages are written for the user and printed without a traceback. Any other exception is a bug and exits with a
-traceback and code 1. On a stop signal, a run saves a checkpoint and exits with code 143 (SIGTERM), 130 (Ctrl-C) or 129
-(SIGHUP, a closed terminal).
+The messages are written for the user and printed without a traceback. Any other exception is a bug: the run prints a
+traceback and exits with code 1. On a stop signal, a run saves a checkpoint and exits with code 143 (SIGTERM), 130
+(Ctrl-C) or 129 (SIGHUP, a closed terminal).
 """
 
 
 class InputError(ValueError):
-    """A flag, file, row or model folder cannot be used; the message names it and the fix."""
+    """A flag, file, data row or model folder is unusable; the message names the culprit and the fix."""
 
     exit_code = 2
 
@@ -43,5 +43,5 @@ def refuse(is_wrong: object, message: str) -> None:
 
 
 def escaped(text: str) -> str:
-    """Escape control characters (such as a terminal's escape codes) in text from user code, for display."""
+    """Escape control characters, such as terminal escape codes, in text from user code before it is printed."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

@@ -1,4 +1,4 @@
-"""Data types for generation: requests, sampled tokens and rollouts. Tokens are numpy arrays on the host."""
+"""Data types for generation: requests, sampled tokens and rollouts. Tokens are NumPy arrays in host memory."""
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,8 +16,8 @@ MAX_TOP_K = 256  # maximum number of tokens that truncated sampling sorts
 class RolloutId(NamedTuple):
     """Identifies a branch of a rollout within its run. Ids sort by prompt, sample and branch.
 
-    `prompt_ordinal` numbers the prompts drawn since the run's start, `sample` the rollouts of one prompt, and `branch`
-    the branches of one rollout in the order of their creation.
+    `prompt_ordinal` is the prompt's index among all prompts drawn since the run's start, `sample` the rollout's index
+    among the rollouts of its prompt, and `branch` the branch's index in its rollout, in order of creation.
     """
 
     prompt_ordinal: int
@@ -25,9 +25,9 @@ class RolloutId(NamedTuple):
     branch: int = 0
 
 
-# One token of a rollout. `is_sampled`: whether the policy sampled it. `logprob`: its logprob at the sampling
-# temperature. `weight_version`: the version of the weights that sampled it. The last two are 0 for tokens that were not
-# sampled.
+# One token of a rollout. `is_sampled`: whether the policy sampled the token. `logprob`: the token's logprob at the
+# sampling temperature. `weight_version`: version of the weights that sampled the token. `logprob` and `weight_version`
+# are 0 for tokens that the policy did not sample.
 TOKEN = np.dtype(
     [("id", np.int64), ("logprob", np.float32), ("weight_version", np.int32), ("is_sampled", np.bool_)],
     align=True,
@@ -36,9 +36,9 @@ Stream = NDArray[np.void]  # dtype TOKEN
 
 
 def make_token_stream(ids: Sequence[int]) -> Stream:
-    """Return a stream TOKEN [n] of unsampled ids: a prompt, or tokens appended between two turns."""
+    """Return a stream TOKEN [n] of ids that were not sampled: a prompt, or tokens appended between two turns."""
     stream = np.zeros(len(ids), TOKEN)
-    stream["id"] = array("q", ids)  # converts a long tuple ten times as fast as numpy
+    stream["id"] = array("q", ids)  # an array converts a long tuple ten times faster
     return stream
 
 
@@ -46,17 +46,17 @@ NO_TOKENS = make_token_stream(())
 
 
 def join_streams(*streams: Stream) -> Stream:
-    """Concatenate streams into a new one."""
-    # Pass the dtype, which numpy would otherwise derive again for each pair.
+    """Concatenate streams into a new stream."""
+    # Without an explicit dtype, NumPy would promote the dtypes pair by pair.
     return np.concatenate([NO_TOKENS, *streams], dtype=TOKEN)
 
 
 class Truncation(NamedTuple):
-    """Top-k and top-p sampling: keep the `top_k` likeliest tokens, and of these the smallest set with at least the
-    fraction `top_p` of their probability.
+    """Top-k and top-p sampling: keep the `top_k` most likely tokens, then the smallest subset of these tokens that has
+    at least the fraction `top_p` of their probability.
 
-    The kept probabilities are renormalized. top_k 0 keeps all tokens. Truncated samples are never trained on, because
-    training computes logprobs under the full distribution.
+    The kept probabilities are renormalized. top_k 0 keeps all tokens. Training never uses truncated samples, because
+    logprobs are trained under the full distribution.
     """
 
     top_k: int = 0
@@ -67,31 +67,31 @@ NO_TRUNCATION = Truncation()
 
 
 class StopTest(Protocol):
-    """Decides which turns end with their last sampled token; `data.tokenizer.StopStrings` does so for stop strings."""
+    """A test of which turns end at their last sampled token, such as `data.tokenizer.StopStrings` for stop strings."""
 
     @property
     def max_tokens(self) -> int:
-        """The number of token ids at a turn's end that the test examines, at least 1."""
+        """The number of trailing token ids of a turn that the test examines, at least 1."""
 
     def __call__(self, turns: Sequence[list[int]]) -> Sequence[bool]:
-        """Return whether each turn ends with its last token. A turn is the list of its last `max_tokens` sampled ids.
+        """Return whether each turn ends at its last token. A turn is given as the list of its last `max_tokens` ids.
 
-        The engine calls this once per decode step for all turns with this test. A turn's result must depend only on its
-        own ids.
+        The engine calls the test once per decode step, with all turns that use it. A turn's result must depend only on
+        the ids of that turn.
         """
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One rollout to generate.
+    """A request to sample one turn of a branch.
 
-    sampled: the tokens after the prompt so far, from earlier turns and generation phases.
-    parks_after_turn: whether the request stays in the KV cache when its turn ends, until it is released or submitted
-    for another turn, with more tokens in `sampled`.
-    max_new_tokens: maximum number of tokens after the prompt, over all turns and including appended tokens.
-    stop_test: a test that ends the turn, in addition to stop_ids; None for stop_ids alone.
-    turn_start: number of tokens between the prompt and the current turn, appended ones included. All tokens sampled
-    since then belong to the turn, even those from an earlier generation phase.
+    sampled: tokens after the prompt so far, from earlier turns and generation phases.
+    parks_after_turn: whether the request stays in the KV cache after its turn, until the request is released or is
+    submitted for another turn with more tokens in `sampled`.
+    max_new_tokens: maximum number of tokens after the prompt in all turns, including appended tokens.
+    stop_test: an additional test that ends the turn; with None, only stop_ids end the turn.
+    turn_start: number of tokens between the prompt and the current turn, including appended tokens. All tokens sampled
+    after this position belong to the turn, including tokens from an earlier generation phase.
     """
 
     prompt_ids: tuple[int, ...]
@@ -112,8 +112,8 @@ class TurnRecord:
     """One turn: `num_tokens` sampled tokens that begin `start` tokens after the branch's prompt.
 
     finish_reason: "stop" or "length"; "" until the turn ends. branch: the number of the turn's branch. parse_error: why
-    the turn's message could not be parsed completely; None if parsing succeeded or was not requested. extra: data that
-    the rollout function records for a fork of the script, which reads it from `rollout.episode.turns`.
+    the turn's message could not be parsed completely; None if parsing succeeded or was not requested. extra: data from
+    the rollout function, which a fork of the script can read from `rollout.episode.turns`.
     inserted: the messages appended before the turn.
     """
 
@@ -127,23 +127,23 @@ class TurnRecord:
 
     @property
     def end(self) -> int:
-        """The turn's end, in tokens after the branch's prompt."""
+        """The end position of the turn, counted in tokens after the branch's prompt."""
         return self.start + self.num_tokens
 
     def json_fields(self) -> dict[str, Any]:
-        """Return all fields except `inserted`, as JSON values."""
+        """Return the turn's fields except `inserted`, keyed by name."""
         return {name: value for name, value in vars(self).items() if name != "inserted"}
 
 
 @dataclass(frozen=True)
 class EpisodeRecord:
-    """The record of a finished episode, without its tokens. Empty if the rollout had no episode.
+    """The record of a finished episode, without the tokens. A rollout without an episode has an empty record.
 
-    turns: the turns, branch by branch. rewards: named rewards, each the sum of the values added with
-    `Episode.reward` and the value that the rollout function returned; None for a reward that does not apply.
-    environment: `Episode.environment`, for reward functions that take it.
-    prompt: the last branch's prompt as text, messages or token ids. tools: JSON schemas of the tools that the
-    prompt includes; None if it includes the run's tools. row: the episode's `data.task.Row`.
+    turns: the turns, branch by branch. rewards: the rewards, keyed by name. A reward is the sum of the values that the
+    rollout function passed to `Episode.reward` and returned; None if the reward does not apply.
+    environment: `Episode.environment`, for reward functions that take `environments`.
+    prompt: the last branch's prompt as text, messages or token ids. tools: JSON schemas of the tools in the prompt;
+    None if the prompt has the run's tools. row: the episode's `data.task.Row`.
     """
 
     turns: Sequence[TurnRecord] = field(default_factory=list)
@@ -176,7 +176,7 @@ class SampledSequence:
 
     @property
     def loss_mask(self) -> NDArray[np.bool_]:
-        """Whether the policy sampled each token, [L]."""
+        """Mask [L] of the tokens that the policy sampled."""
         return self.stream["is_sampled"]
 
     @property
@@ -202,13 +202,14 @@ class SampledSequence:
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """The samples of one finished `Episode` for one prompt.
+    """A finished rollout: the sampled branches of one `Episode`.
 
-    branches: the branches in order; usually only one. An episode that rewrites its conversation, or begins a second
-    one, has several branches. Each branch is a separate training sample. All branches share the rollout's rewards and
-    its weight in the loss.
-    finish_reason: "stop" (at a stop token or stop string) or "length"; also "turn_length" (the last turn reached its
-    own `max_tokens`), one of `TRUNCATED_REASONS`, or one of `episodes.episode.END_REASONS` from the rollout function.
+    branches: the branches in order of creation; usually only one. An episode has several branches if its rollout
+    function rewrites the conversation or begins a second one. Each branch is a separate training sample. All branches
+    share the rollout's rewards and its weight in the loss.
+    finish_reason: "stop" (a stop token or stop string), "length", "turn_length" (the last turn reached its own
+    `max_tokens`), another of the `TRUNCATED_REASONS`, or one of `episodes.episode.END_REASONS` if the rollout function
+    called `Episode.end`.
     """
 
     branches: tuple[SampledSequence, ...]
@@ -232,7 +233,7 @@ class Rollout:
 
     @property
     def completion(self) -> list[int]:
-        """The token ids after the prompt, including the stop token. The branches' ids are concatenated."""
+        """The token ids after the prompt of each branch, concatenated, including stop tokens."""
         return [token for branch in self.branches for token in branch.completion]
 
 

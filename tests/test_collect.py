@@ -176,7 +176,7 @@ def test_no_rollout_is_trained_on_too_late_and_prompts_come_in_order(max_stalene
             ages.append(step - int(versions[0]))
     assert max(ages) == max_staleness, "the bound was never reached"
     assert collector.engine.take_stats().decode_steps < 12 * 50 / 2, "long rollouts decode alone"
-    with pytest.raises(InputError, match="prompts expire, and this step takes only 1"):
+    with pytest.raises(InputError, match="prompts expire, but this step takes only 1"):
         collector.collect(1)
     collector.close()
 

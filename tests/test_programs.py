@@ -60,7 +60,7 @@ def test_an_invalid_request_raises_at_its_await_and_the_function_may_continue():
     assert rollouts_of(careful) == rollouts_of(plain)
     assert {re.sub(r".*: ", "", text) for text in caught} == {
         "the first turn's prompt and `after` leave no room for sampled tokens",
-        "messages before the first turn; see episode.branch, or write them into the row's prompt",
+        "messages cannot precede the first turn; see episode.branch, or write them into the row's prompt",
     }
 
     async def hopeless(episode):

@@ -1,1 +1,1 @@
-"""Episodes: rollout functions, the turns that they request, and the runner that samples them on the engine."""
+"""Episodes: rollout functions, the turns that they request, and the runner that samples these turns on the engine."""

@@ -1,13 +1,13 @@
-"""The collector sits between the engine and the update: it turns prompts into complete groups of rewarded rollouts.
+"""The collector turns prompts into complete groups of rewarded rollouts for the update.
 
-A step's groups depend on the prompts, the rollout lengths and the rewards, but not on timing. They are the same for any
-number of ranks and in every run.
+A step's groups depend on the prompts, the rollout lengths and the rewards, but not on timing. Groups are the same for
+any number of ranks and in every run.
 
-With `max_staleness`, a rollout may continue in a later step, under new weights. All in-flight rollouts then decode in
-rounds of a few tokens each. The step ends after the first round that completes enough groups, and takes the first of
-them in prompt order. The step does not wait for slow rollout functions or rewards, so its groups may depend on timing.
-Rollouts are in flight until a step takes them, even when they are complete. A checkpoint stores their prompts'
-ordinals; after a resume, these prompts start over.
+With `max_staleness`, a rollout may continue under new weights in a later step. All in-flight rollouts then decode in
+rounds of a few tokens each. A step ends after the first round that completes enough groups, and takes the first
+complete groups in prompt order. Because a step does not wait for slow rollout functions or rewards, its groups may
+depend on timing. A complete rollout stays in flight until a step takes it. A checkpoint stores only the ordinals of
+prompts in flight, and these prompts start over after a resume.
 """
 
 import functools
@@ -28,7 +28,8 @@ from minirl.ranks.process_group import gather_objects
 from minirl.rewards.functions import RewardLike
 from minirl.rollouts import RewardedRollout
 
-# A rollout samples at most this fraction of the maximum completion length per round, clamped to ROUND_LIMITS.
+# Maximum number of tokens that a rollout samples per round, as a fraction of the maximum completion length. The number
+# is clamped to ROUND_LIMITS.
 # Shorter rounds replace finished prompts sooner; longer rounds synchronize the ranks less often.
 ROUND_FRAC = 1 / 8
 ROUND_LIMITS = (4, 512)
@@ -37,10 +38,10 @@ ROUND_LIMITS = (4, 512)
 class Collector:
     """Collects rollouts for one prompt stream.
 
-    engine: the engine that samples the rollouts. in_flight: the prompts that have begun but that no step has taken yet.
-    temperature: sampling temperature for new rollouts, except greedy ones; a script may change it between steps.
+    engine: the engine that samples the rollouts. in_flight: prompts that have begun but have not been taken by a step.
+    temperature: sampling temperature of new rollouts that are not greedy. A script may change it between steps.
     counts: this rank's counters since they were last reset; see `EpisodeRunner`.
-    evaluator: factory of runners for other prompt streams, with the same engine, rewards and rollout function.
+    evaluator: creates a runner for another prompt stream, with the same engine, rewards and rollout function.
     """
 
     def __init__(
@@ -64,10 +65,10 @@ class Collector:
         max_turns: maximum number of turns per episode (0 means MAX_TURNS).
         group_size: sampled rollouts per prompt, in addition to `num_greedy` greedy ones.
         reward_weights: fp64 [K]; if None, each reward has weight 1.
-        max_refills: number of times per step to replace groups whose first reward has zero variance with groups for new
-        prompts. After that, such groups fill the rest of the step. If None, they are never replaced.
-        max_staleness: maximum number of steps between a rollout's first token and the step that trains on it. With 0,
-        each step trains only on rollouts that began in that step.
+        max_refills: maximum number of times per step to replace groups whose first reward has zero variance with groups
+        for new prompts. After that, zero-variance groups fill the rest of the step. With None, no group is replaced.
+        max_staleness: maximum number of steps between a rollout's first token and the step that trains on the rollout.
+        With 0, each step trains only on rollouts that began in the same step.
         """
         self.engine = engine
         self.temperature = temperature
@@ -101,7 +102,7 @@ class Collector:
         """
         num_wanted = num_groups
         with self._runner.in_step():
-            # Zero-variance groups are replaced with groups for new prompts, up to `max_refills` times; then they stay.
+            # Replace zero-variance groups with groups for new prompts, up to `max_refills` times; then keep the rest.
             for num_refills in itertools.count():
                 if self.in_flight.max_staleness:
                     ready = self._run_rounds(num_groups, num_wanted, weight_version)
@@ -154,7 +155,7 @@ class Collector:
 
     def _ready_prompts(self) -> set[int]:
         """Return the in-flight prompts whose groups are complete and rewarded, across all ranks (collective)."""
-        # Wait for the rewards of newly finished groups for as long as a round waits for the functions' replies.
+        # Wait for the rewards of newly finished groups for as long as a round waits for replies of rollout functions.
         deadline = time.monotonic() + self._runner.reply_wait_s
         while self._queue.is_busy and (remaining_s := deadline - time.monotonic()) > 0:
             self._queue.poll(remaining_s)
@@ -162,7 +163,7 @@ class Collector:
         return set().union(*gather_objects(own | self._queue.ready_prompts()))
 
     def _begin_prompts(self, num_prompts: int) -> None:
-        """Begin `num_prompts` prompts; each rank starts its own shard of their rollouts."""
+        """Begin `num_prompts` prompts; each rank starts its shard of the rollouts."""
         requests = self._prompts.requests(
             self.in_flight.begin_prompts(num_prompts),
             group_size=self._group_size,

@@ -1,4 +1,4 @@
-"""The driver runs the rollout function of one episode and turns its requests into engine requests."""
+"""The driver runs the rollout function of one episode and turns the function's requests into engine requests."""
 
 import asyncio
 import functools
@@ -38,7 +38,7 @@ from minirl.rollouts import (
 
 NO_BUDGET = sys.maxsize
 
-# A rollout function replies with a turn request, an error that it raised, or None when it returns.
+# A rollout function's reply: a turn request, the error that the function raised, or None when the function returns.
 Reply = TurnRequest | InputError | None
 
 
@@ -46,7 +46,7 @@ Reply = TurnRequest | InputError | None
 class UserRollout:
     """The rollout function from --rollout, --tools or --environment.
 
-    tools: JSON schemas of the tools that the function may call. gives_reward: whether the environment has `get_reward`.
+    tools: JSON schemas of the tools that prompts describe. gives_reward: whether the environment has `get_reward`.
     """
 
     function: RolloutFunction
@@ -59,7 +59,7 @@ def check_rollout_function(function: Callable[..., Any], what: str) -> None:
     refuse(
         not inspect.iscoroutinefunction(function),
         f"{what}: expected `async def {function_name(function)}(episode)` with `turn = await episode.generate()`, and "
-        "no `yield`; blocking calls go into `await asyncio.to_thread(call)`",
+        "no `yield`; run a blocking call with `await asyncio.to_thread(call)`",
     )
 
 
@@ -69,15 +69,15 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 class Driver:
-    """Runs the rollout function of one episode as a task on the event loop, including its cleanup.
+    """Runs the rollout function of one episode, including the function's cleanup, as a task on the event loop.
 
-    The function replies each time it requests a turn, and once more when it ends. `begin_turn` creates the turn, and
-    `next_engine_request` creates the engine request for it. `receive_tokens` hands the finished turn to the function.
-    If a request is rejected, `fail` raises the error inside the function.
+    The function replies each time it requests a turn, and once more when it ends. `begin_turn` creates the turn,
+    `next_engine_request` creates the turn's engine request, and `receive_tokens` hands the finished turn to the
+    function. If a turn request is rejected, `fail` raises the error inside the function.
 
     budget: number of tokens that the episode may still sample in this round. branch: the branch of the last turn
     request. turn: the last turn that began. has_begun: whether any turn has begun. tokens: all tokens after the prompt
-    of the turn's branch, including those that the turn appends. last_rejection: the error from the last rejected
+    of the turn's branch, including the turn's appended tokens. last_rejection: the error from the last rejected turn
     request, if any.
     """
 
@@ -95,7 +95,7 @@ class Driver:
         function: RolloutFunction,
         replies: "list[tuple[Driver, Reply]]",
     ):
-        """replies: list to which all drivers of a runner append their functions' replies."""
+        """replies: list that collects the replies of all rollout functions in a runner."""
         row = prompts.row(request.rollout_id.prompt_ordinal)
         tokenizer = prompts.tokenizer.with_tools(row.tools)
         self.episode = Episode(row, request, tokenizer.tools, is_chat=tokenizer.is_chat(row.prompt))
@@ -111,11 +111,11 @@ class Driver:
 
     @property
     def origin(self) -> str:
-        """The function and row, for error messages."""
+        """The names of the rollout function and the row, for error messages."""
         return f"{function_name(self._function)}(episode), for the row at {self.episode.row.origin}"
 
     def begin_turn(self, turn_request: TurnRequest) -> bool:
-        """Begin the turn that the function requests; return False if there is no room for it.
+        """Begin the turn that the function requests; return False if the branch has no room for the turn.
 
         Raises InputError for an invalid request, naming the function and row.
         """
@@ -165,7 +165,7 @@ class Driver:
         return replace(self._request, sampled=self.tokens, max_new_tokens=limit)
 
     def receive_tokens(self, sequence: SampledSequence) -> bool:
-        """Store sampled tokens; return whether they finish the turn. A finished turn is handed to the function."""
+        """Store sampled tokens; return whether the turn is finished. A finished turn is handed to the function."""
         num_tokens = len(sequence.after_prompt)
         self.budget -= num_tokens - len(self.tokens)
         self.tokens = sequence.after_prompt
@@ -175,21 +175,21 @@ class Driver:
         turn.num_tokens, turn.finish_reason = num_tokens - turn.start, sequence.finish_reason
         self.episode.add_turn(turn)
         turn.tokens.sequence = replace(sequence, finish_reason=self.branch.finish_reason)
-        if not self._turn_future.done():  # else the task was cancelled and will report its error
+        if not self._turn_future.done():  # otherwise the task was cancelled and will report an error
             self._turn_future.set_result(turn)
         return True
 
     def fail(self, error: InputError) -> None:
-        """Raise the error in the function, at the `await` for its turn."""
+        """Raise the error in the function, at the `await` of the requested turn."""
         self.last_rejection = error
         if not self._turn_future.done():
             self._turn_future.set_exception(error)
 
     def cancel(self) -> None:
-        """Cancel the function at its `await`, unless it is already cleaning up.
+        """Cancel the function at its `await`, unless the function is already cleaning up.
 
-        The function's `finally` block runs in the next slice of the event loop, and its replies are ignored from now
-        on.
+        The function's `finally` block runs in the next slice of the event loop. From now on, the function's replies are
+        ignored.
         """
         if not self.episode.is_closed:
             self.episode.is_closed = True
@@ -198,18 +198,18 @@ class Driver:
     def rollout(self, finish_reason: str | None, rewards: Mapping[str, float | None]) -> Rollout:
         """Return the rollout up to the end of the last turn. Raises InputError for an episode without turns.
 
-        finish_reason: finish reason of the rollout and of the branch whose turn was requested last; None means that of
-        the last turn. All other branches keep the finish reason of their own last turn. rewards: all rewards, keyed by
-        name.
+        finish_reason: finish reason of the rollout and of the branch whose turn was requested last; with None, the last
+        turn determines this finish reason. The last turn of each other branch determines that branch's finish reason.
+        rewards: all rewards, keyed by name.
         """
         episode = self.episode
         branches = [branch for branch in episode.branches if branch.turns]
         turns = [turn for branch in branches for turn in branch.turns]
         if not turns:
             rejection = (
-                f"; its last request was rejected: {self.last_rejection}" if self.last_rejection else ""
+                f"; the last turn request was rejected: {self.last_rejection}" if self.last_rejection else ""
             )
-            raise InputError(f"ended without a turn; it must await at least one{rejection}")
+            raise InputError(f"ended without a turn; a rollout must await at least one turn{rejection}")
         if finish_reason is None:
             finish_reason = self.branch.finish_reason
         elif self.branch.turns:
@@ -243,7 +243,7 @@ class Driver:
             branch.request_turn = _request_turn_too_late
 
     async def _request_turn(self, turn_request: TurnRequest) -> Turn:
-        """Return the turn that the function requests, once it is finished."""
+        """Request a turn for the function; return the finished turn."""
         refuse(self.episode.is_closed, "generate(): the episode has ended")
         refuse(
             not self._turn_future.done(),
@@ -266,15 +266,15 @@ class Driver:
             event_loop().stop()
 
     def _appended_ids(self, branch: Branch, turn_request: TurnRequest) -> list[int]:
-        """Return the token ids that a request appends to its branch. Raises InputError, naming the function and row."""
+        """Return the token ids that a turn request appends to its branch. Raises InputError, naming the function and row."""
         end_id, origin = None, self.origin
         if is_messages(turn_request.after):
             refuse(
                 not branch.turns,
-                f"{origin}: messages before the first turn; see episode.branch, or write them into the row's prompt",
+                f"{origin}: messages cannot precede the first turn; see episode.branch, or write them into the row's prompt",
             )
             is_chat = self._prompts.tokenizer.is_chat(branch.prompt)
-            refuse(not is_chat, f"{origin}: messages after a text prompt; see --chat, or append text")
+            refuse(not is_chat, f"{origin}: messages cannot follow a text prompt; see --chat, or append text")
             last = branch.turns[-1]
             end_id = last.ids[-1] if last.finish_reason == "stop" else None
         tokenizer = self._prompts.tokenizer.with_tools(branch.tools)
@@ -283,7 +283,7 @@ class Driver:
 
 @functools.cache
 def make_stop_test(tokenizer: Tokenizer, strings: tuple[str, ...]) -> StopStrings:
-    """Return the stop test for these strings. Turns with equal strings share it; the engine runs it once per step."""
+    """Return the stop test for these strings. The engine runs a test once per step, for all turns that share it."""
     return StopStrings(tokenizer, strings)
 
 
@@ -304,7 +304,7 @@ def turn_record(turn: Turn) -> TurnRecord:
 
 
 def add_returned_rewards(given_rewards: dict[str, float | None], returned: Any) -> None:
-    """Add the rewards that a function returned to `given_rewards`. Returning None for a reward sets it to None.
+    """Add the rewards that a function returned to `given_rewards`. A returned None sets the reward to None.
 
     A bare number is the reward named "reward". Raises InputError for a value that is not a valid reward.
     """

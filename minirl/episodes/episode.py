@@ -5,8 +5,8 @@
         await episode.generate(after=await look_up(turn.text))
 
 The engine samples the turns of all episodes together. Nothing is retokenized: sampled tokens stay as they are, and
-appended text is tokenized on its own. Appended messages are rendered with the chat template and then tokenized in the
-same way.
+appended text is tokenized separately. Appended messages are rendered with the chat template, then tokenized like
+appended text.
 """
 
 import copy
@@ -45,12 +45,12 @@ REWARD = "reward"
 class TurnRequest:
     """A request to append tokens and then sample a turn.
 
-    after: text, token ids or, between turns of a chat, messages as `read_message` returns them. Tool results may have
-    non-text content, which the chat template gets as text and reward functions get unchanged.
-    stop: strings that end the turn, as the model's stop tokens do. The token that completes a stop string is kept
-    whole.
+    after: text, token ids or, between turns of a chat, messages in the form that `read_message` returns. Tool results
+    may have non-text content: the chat template gets this content as text, and reward functions get it unchanged.
+    stop: strings that end the turn, in addition to the model's stop tokens. The token that completes a stop string is
+    kept whole.
     max_tokens: maximum number of tokens to sample; None means as many as fit.
-    branch: index of the episode's branch.
+    branch: index of the turn's branch in the episode.
     """
 
     after: After
@@ -59,7 +59,7 @@ class TurnRequest:
     branch: int
 
     def __post_init__(self) -> None:
-        """Raise InputError, naming the invalid field. `Driver` checks the contents of `after` while tokenizing."""
+        """Raise InputError if a field is invalid, naming the field. `Driver` checks the contents of `after` while tokenizing."""
         refuse(
             not isinstance(self.after, str | list | tuple),
             f"generate(after={self.after!r:.80}): expected text, a list of token ids, or messages",
@@ -88,7 +88,7 @@ class BranchTokens:
 
 @dataclass(eq=False, kw_only=True)
 class Turn(TurnRecord):
-    """A turn that a function requested: appended tokens, then sampled ones.
+    """A turn that a rollout function requested: appended tokens, then sampled tokens.
 
     tokens: the tokens of the turn's branch. number: the turn's position in the episode, starting at 1.
     """
@@ -114,7 +114,7 @@ class Turn(TurnRecord):
 
     @functools.cached_property
     def message(self) -> dict[str, Any]:
-        """The parsed message: its content and, if present, its reasoning and tool calls; see `data.answers`.
+        """The parsed message: the content and, if present, the reasoning and tool calls; see `data.answers`.
 
         Raises InputError if the model's tool-call format is unknown.
         """
@@ -125,7 +125,7 @@ class Turn(TurnRecord):
         return message
 
     def text_from(self, start: int) -> str:
-        """Return the branch's text from the token at `start`, counted after the prompt, to the end of this turn."""
+        """Return the branch's text from `start`, an index among the tokens after the prompt, to the end of this turn."""
         return self.tokenizer.decode(self.tokens.sequence.after_prompt["id"][start : self.end])
 
     @property
@@ -138,12 +138,12 @@ class Turn(TurnRecord):
 class Branch:
     """A prompt and the turns that follow it, in a running episode. The finished branch becomes a `SampledSequence`.
 
-    number: its index among the episode's branches. turns: its finished turns. tools: JSON schemas of the tools in its
+    number: the branch's index in the episode. turns: the finished turns. tools: JSON schemas of the tools in the
     prompt; None means the run's tools.
 
-    The driver sets three more fields. request: the engine request without sampled tokens; its prompt is empty until the
-    first turn of a branch that the function began. request_turn: async function that samples a turn. engine_tokens: the
-    tokens of its finished turns.
+    The driver sets three more fields. request: the engine request without sampled tokens; the request of a branch that
+    the rollout function began has no prompt ids until the first turn. request_turn: async function that samples a turn.
+    engine_tokens: the tokens of the finished turns.
     """
 
     prompt: str | Messages | list[int]
@@ -156,7 +156,7 @@ class Branch:
 
     @property
     def prompt_ids(self) -> list[int]:
-        """The prompt's token ids; [] before the first turn of a branch that the function began."""
+        """The prompt's token ids; [] before the first turn of a branch that the rollout function began."""
         return list(self.request.prompt_ids)
 
     @property
@@ -179,12 +179,12 @@ class Branch:
         """The conversation so far: the prompt, the assistant messages, and the appended messages.
 
         A text prompt becomes a user message. An assistant message is all text, sampled or appended, between two
-        other messages, without special tokens. If it continues the prompt's last message, the two are merged. Raises
-        InputError if the prompt is a list of token ids.
+        other messages, without special tokens. An assistant message that continues the prompt's last message is merged
+        with that message. Raises InputError if the prompt is a list of token ids.
         """
         refuse(
             is_token_ids(self.prompt),
-            f"branch {self.number}: its prompt is token ids, so it has no messages",
+            f"branch {self.number}: a prompt of token ids has no messages",
         )
         return branch_messages(cast(str | Messages, self.prompt), self.turns, Turn.text_from)
 
@@ -207,7 +207,7 @@ class Branch:
     ) -> Turn:
         """Append `after`, sample a turn, and return the finished turn. See `TurnRequest`.
 
-        after: may also be a single message; None appends nothing. If `after` leaves no room, or the episode reaches a
+        after: may also be a single message, or None to append nothing. If `after` leaves no room, or the episode reaches a
         limit, the episode ends and its function is cancelled at this `await`. Raises InputError for an invalid
         argument, a call after `end`, or a call while another turn of the episode is being sampled.
         """
@@ -217,17 +217,17 @@ class Branch:
 
 
 class Episode:
-    """One rollout while its function runs.
+    """A rollout while its rollout function runs.
 
-    branches: all branches, ordered by number. The first one begins with the row's prompt; the episode also
-    exposes that branch's `generate`, `turns`, `messages`, `tokens`, `prompt`, `prompt_ids` and `remaining_tokens`.
+    branches: all branches, ordered by number. The first branch begins with the row's prompt; the episode exposes the
+    first branch's `generate`, `turns`, `messages`, `tokens`, `prompt`, `prompt_ids` and `remaining_tokens`.
     row: a copy of the data row. seed: seed for all randomness in this episode, the same in every run.
     tools: JSON schemas of the tools in the prompt. is_chat: whether the chat template rendered the prompt.
     temperature: sampling temperature of all turns. num_turns: number of finished turns in all branches.
-    given_rewards: the rewards so far, keyed by name; once the function ends, also those that it returned. None if a
-    reward does not apply.
-    end_reason: the argument to `end`, if it was called. is_closed: whether the function has ended or was cancelled.
-    environment: the --environment object, or any object that the function sets; reward functions get it.
+    given_rewards: the rewards so far, keyed by name, including returned rewards once the function has ended. A reward
+    that does not apply is None.
+    end_reason: the argument of the call to `end`, if any. is_closed: whether the function has ended or was cancelled.
+    environment: the --environment object, or any object that the function sets for reward functions to use.
     """
 
     environment: Any = None
@@ -282,8 +282,8 @@ class Episode:
     ) -> Branch:
         """Begin another branch with its own prompt: text, messages or token ids.
 
-        Each branch is a separate training sample with the rollout's advantage; a rollout's branches share its weight in
-        the loss. tools: JSON schemas of the tools in a prompt of messages; None means the run's tools. Raises
+        Each branch is a separate training sample with the rollout's advantage. All branches share the rollout's weight
+        in the loss. tools: JSON schemas of the tools in a prompt of messages; None means the run's tools. Raises
         InputError for an invalid prompt.
         """
         if not is_token_ids(prompt):
@@ -293,7 +293,7 @@ class Episode:
         rollout_id = first.request.rollout_id._replace(branch=number)
         # The driver tokenizes the prompt when the branch's first turn begins.
         request = replace(first.request, rollout_id=rollout_id, prompt_ids=())
-        # The branch keeps copies, because the caller may change its lists later.
+        # Keep copies, because the caller may change the lists later.
         prompt_copy, tools_copy = copy.deepcopy((prompt, tools))
         branch = Branch(prompt_copy, request, number, tools=tools_copy)
         branch.request_turn = first.request_turn
@@ -310,10 +310,10 @@ class Episode:
         self.given_rewards[name] = (self.given_rewards.get(name) or 0.0) + checked
 
     def end(self, reason: str) -> None:
-        """Set the episode's finish reason; the function should return next.
+        """Set the episode's finish reason; the rollout function should return next.
 
-        reason: one of `END_REASONS`; raises InputError for any other. Without this call, an episode has the finish
-        reason of its last turn.
+        reason: one of `END_REASONS`; any other reason raises InputError. Without a call to `end`, an episode has the
+        finish reason of its last turn.
         """
         refuse(
             reason not in END_REASONS,
@@ -323,7 +323,7 @@ class Episode:
 
 
 def _read_after(after: After | dict[str, str]) -> After:
-    """Return `after` with validated copies of its messages, because the caller may change them later."""
+    """Return `after` with validated copies of its messages, because the caller may change the originals later."""
     appended = [after] if isinstance(after, dict) else after
     if is_messages(appended):
         return [read_message(copy.deepcopy(one), "generate(after=...)") for one in appended]

@@ -1,4 +1,4 @@
-"""Track the prompts in flight, and decide which ones a step must take and how many may begin."""
+"""Track the prompts in flight, and decide which prompts a step must take and how many new prompts may begin."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -8,9 +8,10 @@ from minirl.errors import refuse
 
 @dataclass
 class PromptsInFlight:
-    """The prompts that have begun but that no step has taken yet, with the step in which each began.
+    """The prompts that have begun but have not been taken by a step.
 
-    Every rank has the same state. Steps take prompts in order, each at most `max_staleness` steps after it began.
+    Every rank has the same state. Steps take prompts in order, and take each prompt at most `max_staleness` steps after
+    the prompt began.
     num_served: number of prompts drawn from the stream so far. num_steps: number of finished steps.
     start_steps: the step in which each prompt began, keyed by ordinal.
     interrupted: ordinals of prompts that were in flight at the checkpoint and have not been restarted yet.
@@ -36,7 +37,7 @@ class PromptsInFlight:
         self.interrupted = sorted(ordinals)
 
     def begin_prompts(self, num_prompts: int) -> list[int]:
-        """Begin `num_prompts` prompts, interrupted ones first; return their ordinals."""
+        """Begin `num_prompts` prompts, interrupted prompts first; return the ordinals."""
         restarted, self.interrupted = self.interrupted[:num_prompts], self.interrupted[num_prompts:]
         first_new = self.num_served
         self.num_served += num_prompts - len(restarted)
@@ -45,7 +46,7 @@ class PromptsInFlight:
         return ordinals
 
     def end_step(self, ordinals: Iterable[int]) -> None:
-        """End a step, and remove the prompts that it took or dropped."""
+        """End a step, and remove the prompts that the step took or dropped."""
         self.num_steps += 1
         for ordinal in ordinals:
             del self.start_steps[ordinal]
@@ -53,15 +54,15 @@ class PromptsInFlight:
     def expiring(self, num_groups: int) -> set[int]:
         """Return the prompts that this step of `num_groups` must take to keep every rollout within `max_staleness`.
 
-        The next n steps can take n * num_groups of the prompts that expire within them; any excess must be taken now.
+        If more than n * num_groups prompts expire within the next n steps, this step must take the excess.
         With 4 groups per step and `max_staleness` 2, in step 5:
 
             prompts 10 and 11, begun in step 3    0 later steps can take 0 of these 2: take 2 now
             prompts 12 to 16, begun in step 4     1 later step can take 4 of all 7: take 3 now
             prompts begun in step 5               none expires, so the step must take 10, 11 and 12
 
-        Raises InputError if more than `num_groups` expire, which happens only if this step is smaller than earlier
-        ones.
+        Raises InputError if more than `num_groups` prompts expire, which happens only if this step takes fewer groups
+        than earlier steps.
         """
         ordinals = sorted(ordinal for ordinal, step in self.start_steps.items() if step < self.num_steps)
         num_expiring = 0
@@ -70,7 +71,7 @@ class PromptsInFlight:
             num_expiring = max(num_expiring, num_first - num_groups * num_later_steps)
         refuse(
             num_expiring > num_groups,
-            f"--max-staleness {self.max_staleness}: {num_expiring} prompts expire, and this step takes only "
+            f"--max-staleness {self.max_staleness}: {num_expiring} prompts expire, but this step takes only "
             f"{num_groups}; collect the same number of groups in each step",
         )
         return set(ordinals[:num_expiring])
@@ -78,8 +79,8 @@ class PromptsInFlight:
     def num_prompts_to_begin(self, num_groups: int, *, num_wanted: int, num_ready: int) -> int:
         """Return the number of prompts to begin now, for a step of `num_groups` that needs `num_wanted` ready prompts.
 
-        Two steps' worth of prompts stay unfinished, so that long rollouts decode in a large batch. However,
-        there are never more prompts in flight than this step and the next `max_staleness` steps can take. With 4 groups
+        Long rollouts should decode in a large batch, so two steps' worth of prompts stay unfinished. However, the
+        number of prompts in flight never exceeds what this step and the next `max_staleness` steps can take. With 4 groups
         per step and `max_staleness` 2, up to 12 prompts may be in flight. If 7 are in flight and 2 of them are ready,
         5 are unfinished, so 8 - 5 = 3 begin. If 10 are in flight and 4 of them are ready, 12 - 10 = 2 begin.
         """

@@ -4,21 +4,22 @@ The life of a rollout:
 
 1. The collector draws a prompt and begins its G rollouts. Each rollout function runs as a task, owned by a `Driver`.
 2. The function requests a turn. The first turns of all G rollouts start together and share one prefill.
-3. Each engine step samples one token per turn; between steps, functions work on their next replies.
-4. A turn ends at a stop token or string, or is truncated at its limit ("length"). The function gets the turn either
-   way. It may append tokens and request another turn, on this branch or another.
+3. Each engine step samples one token per turn; between engine steps, rollout functions work on their next replies.
+4. A turn ends at a stop token or stop string, or is truncated at its limit ("length"). In both cases, the function
+   gets the turn, and may append tokens and request another turn on any branch.
 5. The episode ends when its function returns. It also ends when a requested turn has no room or exceeds `max_turns`:
    the function is cancelled, and the turns so far become the rollout, with the limit as the finish reason.
-6. When the last rollout of a prompt has ended, the whole group enters the reward queue, from which a step takes it.
+6. When the last rollout of a prompt has ended, the whole group enters the reward queue and waits for a step.
 7. An invalid request raises InputError in the function. The run fails if a function raises, exceeds its time limit or
-   returns anything but rewards; its RolloutError names the function, row and turn, and all other functions are
+   returns anything but rewards. The RolloutError names the function, row and turn, and all other functions are
    cancelled.
 8. With `max_staleness`, a step decodes in rounds, each with a token budget per rollout. A rollout that has used its
    budget pauses until the next round. A round waits only briefly for functions that are still working, for example on
    a tool call.
 9. At the end of a step, unfinished rollouts keep their tokens but lose their KV cache. Tool calls keep running. The
-   next step receives their results, prefills the tokens again under its own weights, and continues sampling.
-10. A checkpoint stores only the prompt ordinals of these rollouts, which start over after a resume.
+   next step receives the results of these calls, prefills the tokens again under the new weights, and continues
+   sampling.
+10. A checkpoint stores only the prompt ordinals of unfinished rollouts, which start over after a resume.
 """
 
 import asyncio
@@ -50,7 +51,7 @@ CLEANUP_S = 1.0
 
 
 class EpisodeRunner:
-    """Runs episodes in rounds. Collective only if ranks share the model's layers.
+    """Runs episodes in rounds. Its methods are collective only if ranks share the model's layers.
 
     queue: the queue that computes the rewards of complete groups.
     counts: the numbers of "sampled_tokens", of appended "tool_results", and of "tool_errors" among these results. They
@@ -82,7 +83,7 @@ class EpisodeRunner:
         self._prompts = prompts
         self._max_turns = max_turns or MAX_TURNS
         self.queue = RewardQueue(functions, prompts, call_timeout=call_timeout)
-        # Names of the rewards that each episode must give. If a limit ends an episode, the missing ones are 0.
+        # Names of the rewards that each episode must give. If a limit ends an episode, missing rewards are 0.
         self._reward_names = self.queue.episode_rewards
         self.counts: Counter[str] = Counter()
         # Tasks of functions that have not returned, including those still cleaning up after their episodes ended.
@@ -91,7 +92,7 @@ class EpisodeRunner:
         self._forget_episodes()
 
     def _forget_episodes(self) -> None:
-        """Set the state of a runner without episodes."""
+        """Reset the runner to a state without episodes."""
         # All open episodes, keyed by the id of their first branch, in the order in which they began.
         self._drivers: dict[RolloutId, Driver] = {}
         # Episodes whose turn is waiting for the first turns of its group, or for the next round's budget.
@@ -111,7 +112,7 @@ class EpisodeRunner:
         return self.queue.finish(sorted(self.queue.groups))
 
     def begin_episodes(self, requests: Sequence[Request]) -> None:
-        """Start the function of each new episode; the next round runs them. Raises InputError for an invalid row."""
+        """Create a task for each new episode; the next round runs the tasks. Raises InputError for an invalid row."""
         for request in requests:
             driver = Driver(request, self._prompts, self._rollout, self._replies)
             self._tasks.add(driver.task)
@@ -151,7 +152,7 @@ class EpisodeRunner:
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """Release all engine requests at the end of the block; call `close` if the block raises."""
-        # The event loop does not run between steps, so that time does not count against the functions.
+        # The event loop does not run between steps, so the time between steps does not count against the functions.
         idle_s = time.monotonic() - self._step_ended_at
         self._working_since = {driver: since + idle_s for driver, since in self._working_since.items()}
         try:
@@ -200,7 +201,7 @@ class EpisodeRunner:
                 self._release_requests(driver)
 
     def _handle_replies(self, wait_s: float) -> bool:
-        """Run the functions until all are blocked, and handle their replies; return whether there were any.
+        """Run the functions until all are blocked, and handle their replies; return whether any function replied.
 
         If there is no reply yet, wait up to `wait_s` seconds for the first one. Raises RolloutError if the slowest
         function exceeds --call-timeout.
@@ -221,7 +222,7 @@ class EpisodeRunner:
                 raise self._rollout_error(driver, error) from None
         self._replies.clear()
         if self._call_timeout is not None and self._working_since:
-            # The check comes after the slice, which has turned every result that arrived in time into a reply.
+            # Check after the slice, which has turned every result that arrived in time into a reply.
             slowest, since = next(iter(self._working_since.items()))
             if time.monotonic() - since > self._call_timeout:
                 raise self._rollout_error(
@@ -261,7 +262,7 @@ class EpisodeRunner:
     def _end_episode(self, driver: Driver, finish_reason: str | None, *, has_returned: bool = False) -> None:
         """End an episode after its last turn, and queue its group if the group is now complete.
 
-        finish_reason: the rollout's finish reason; None means that of its last turn. has_returned: whether the function
+        finish_reason: the rollout's finish reason; with None, the last turn determines it. has_returned: whether the function
         returned before the episode reached a limit. Raises InputError for an episode without turns, and for missing or
         unknown rewards.
         """
