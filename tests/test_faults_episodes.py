@@ -18,7 +18,7 @@ LATE = "took more than 60 s; see --call-timeout"
 FIRST = {
     "return": "ended without a turn",
     "episode.end('env_done')": "ended without a turn",
-    "await episode.generate(after={'role': 'user', 'content': 'a'})": ".*messages cannot precede the first turn; see episode.branch",
+    "await episode.generate(after={'role': 'user', 'content': 'a'})": ".*cannot precede the first turn; see",
     "await episode.branch(7).generate()": NO_PROMPT,
     "await episode.branch([]).generate()": NO_PROMPT,
     "await episode.branch([{'content': 'a'}]).generate()": NO_PROMPT,
@@ -35,7 +35,7 @@ LATER = {
     "await episode.generate(after=5)": rf"generate\(after=5\): {NO_AFTER}",
     "await episode.generate(after=b'abc')": rf"generate\(after=b'abc'\): {NO_AFTER}",
     "await episode.generate(after=[1.5])": r"generate\(after=...\): expected text, token ids or messages",
-    "await episode.generate(after={'role': 'user', 'content': 'a'})": "messages cannot follow a text prompt; see --chat",
+    "await episode.generate(after={'role': 'user', 'content': 'a'})": "messages cannot follow a text prompt",
     "await episode.generate(after=[10_000])": r"token id 10000 is out of range: the model has 48",
     "await episode.generate(stop=[7])": NO_STOP,
     "await episode.generate(stop=None)": NO_STOP,

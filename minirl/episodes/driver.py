@@ -266,12 +266,13 @@ class Driver:
             event_loop().stop()
 
     def _appended_ids(self, branch: Branch, turn_request: TurnRequest) -> list[int]:
-        """Return the token ids that a turn request appends to its branch. Raises InputError, naming the function and row."""
+        """Return the token ids that a turn request appends. Raises InputError, naming the function and row."""
         end_id, origin = None, self.origin
         if is_messages(turn_request.after):
             refuse(
                 not branch.turns,
-                f"{origin}: messages cannot precede the first turn; see episode.branch, or write them into the row's prompt",
+                f"{origin}: messages cannot precede the first turn; see episode.branch, or write them into the "
+                "row's prompt",
             )
             is_chat = self._prompts.tokenizer.is_chat(branch.prompt)
             refuse(not is_chat, f"{origin}: messages cannot follow a text prompt; see --chat, or append text")

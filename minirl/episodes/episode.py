@@ -59,7 +59,7 @@ class TurnRequest:
     branch: int
 
     def __post_init__(self) -> None:
-        """Raise InputError if a field is invalid, naming the field. `Driver` checks the contents of `after` while tokenizing."""
+        """Raise InputError, naming any invalid field. `Driver` checks the contents of `after` while tokenizing."""
         refuse(
             not isinstance(self.after, str | list | tuple),
             f"generate(after={self.after!r:.80}): expected text, a list of token ids, or messages",
@@ -125,7 +125,7 @@ class Turn(TurnRecord):
         return message
 
     def text_from(self, start: int) -> str:
-        """Return the branch's text from `start`, an index among the tokens after the prompt, to the end of this turn."""
+        """Return the branch's text from the token at index `start` after the prompt to the end of this turn."""
         return self.tokenizer.decode(self.tokens.sequence.after_prompt["id"][start : self.end])
 
     @property
@@ -207,9 +207,9 @@ class Branch:
     ) -> Turn:
         """Append `after`, sample a turn, and return the finished turn. See `TurnRequest`.
 
-        after: may also be a single message, or None to append nothing. If `after` leaves no room, or the episode reaches a
-        limit, the episode ends and its function is cancelled at this `await`. Raises InputError for an invalid
-        argument, a call after `end`, or a call while another turn of the episode is being sampled.
+        after: may also be a single message, or None to append nothing. If `after` leaves no room, or the episode
+        reaches a limit, the episode ends and its function is cancelled at this `await`. Raises InputError for an
+        invalid argument, a call after `end`, or a call while another turn of the episode is being sampled.
         """
         strings = tuple(stop) if isinstance(stop, list | tuple) else (cast(str, stop),)
         appended = "" if after is None else _read_after(after)

@@ -80,9 +80,9 @@ class PromptsInFlight:
         """Return the number of prompts to begin now, for a step of `num_groups` that needs `num_wanted` ready prompts.
 
         Long rollouts should decode in a large batch, so two steps' worth of prompts stay unfinished. However, the
-        number of prompts in flight never exceeds what this step and the next `max_staleness` steps can take. With 4 groups
-        per step and `max_staleness` 2, up to 12 prompts may be in flight. If 7 are in flight and 2 of them are ready,
-        5 are unfinished, so 8 - 5 = 3 begin. If 10 are in flight and 4 of them are ready, 12 - 10 = 2 begin.
+        number of prompts in flight never exceeds what this step and the next `max_staleness` steps can take. With 4
+        groups per step and `max_staleness` 2, up to 12 prompts may be in flight. If 7 are in flight and 2 of them are
+        ready, 5 are unfinished, so 8 - 5 = 3 begin. If 10 are in flight and 4 of them are ready, 12 - 10 = 2 begin.
         """
         num_unfinished = len(self) - num_ready
         num_allowed = num_wanted + num_groups * self.max_staleness - len(self)

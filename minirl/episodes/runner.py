@@ -262,9 +262,9 @@ class EpisodeRunner:
     def _end_episode(self, driver: Driver, finish_reason: str | None, *, has_returned: bool = False) -> None:
         """End an episode after its last turn, and queue its group if the group is now complete.
 
-        finish_reason: the rollout's finish reason; with None, the last turn determines it. has_returned: whether the function
-        returned before the episode reached a limit. Raises InputError for an episode without turns, and for missing or
-        unknown rewards.
+        finish_reason: the rollout's finish reason; with None, the last turn determines it. has_returned: whether the
+        function returned before the episode reached a limit. Raises InputError for an episode without turns, and for
+        missing or unknown rewards.
         """
         given_rewards = driver.episode.given_rewards
         rollout = driver.rollout(finish_reason, dict.fromkeys(self._reward_names, 0.0) | given_rewards)

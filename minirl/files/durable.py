@@ -53,7 +53,7 @@ def add_path_to_oserror(path: Path) -> Iterator[None]:
 
 
 def publish(half_made: Path, folder: Path) -> None:
-    """Sync a complete folder and rename it to `folder`. Raises OSError if `folder` already exists and is not empty."""
+    """Sync `half_made`, then rename it to `folder`. Raises OSError if `folder` already exists and is not empty."""
     # `new_file` has already synced the files to disk, but not the directory entries.
     for subfolder in [*half_made.rglob("*/"), half_made]:
         fsync_path(subfolder)
@@ -62,7 +62,7 @@ def publish(half_made: Path, folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Rename a folder before deleting it, so that a half-deleted folder never has the name of a complete one."""
+    """Rename a folder, then delete it, so that a half-deleted folder never has the name of a complete folder."""
     renamed = folder.with_name(f".old-{folder.name}")
     os.rename(folder, renamed)
     shutil.rmtree(renamed, ignore_errors=True)

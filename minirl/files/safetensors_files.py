@@ -13,7 +13,7 @@ from torch import Tensor
 from minirl.errors import InputError
 from minirl.files import durable
 
-# Index file of a model folder, which lists its weight files.
+# Name of a model folder's index file, which lists the weight files.
 INDEX = "model.safetensors.index.json"
 
 

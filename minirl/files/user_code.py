@@ -1,4 +1,4 @@
-"""Load user functions and format their exceptions. Needs only the standard library, so reward workers start fast."""
+"""Load user functions and format their exceptions. Only imports the standard library: reward workers start fast."""
 
 import builtins
 import contextlib
@@ -79,7 +79,7 @@ def _run_file(file: str) -> types.ModuleType:
 
 
 def _import_sibling(file: str, name: str, *arguments: Any, **options: Any) -> Any:
-    """Import a module for a user's file. Modules in that file's folder are keyed by path, since names may repeat."""
+    """Import a module for a user's file. Modules in its folder are keyed by path, because module names may repeat."""
     path = os.path.join(os.path.dirname(file), f"{name}.py")
     is_loaded = getattr(sys.modules.get(name), "__file__", None) == path  # for example by the script
     if path == file or is_loaded or not os.path.isfile(path):

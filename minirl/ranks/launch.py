@@ -1,7 +1,7 @@
 """Run a script's `main` on a rank, and end the process after an error, a signal or the loss of another rank.
 
 Ranks wait for each other in collectives. A collective raises if the connection to another rank breaks or if a
-rank does not arrive within --hang-timeout seconds. When one rank exits, torchrun ends the others.
+rank does not arrive within --hang-timeout seconds. When one rank exits, torchrun ends the other ranks.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Times in seconds.
 START_TIMEOUT_S = 300.0  # maximum time between the starts of two ranks
 REPEAT_DELAY_S = 1.0  # a second signal within this delay is ignored: torchrun may deliver one signal twice
-REPORT_S = 3.0  # time that a failed rank waits for the others to hit the same error before it reports
+REPORT_S = 3.0  # time that a failed rank waits for other ranks to hit the same error before it reports
 POLL_S = 0.1  # interval for polling the other ranks
 GLOO_SOURCE = re.compile(r"/gloo/\S+\.cc:\d+\]")
 # Out-of-memory errors of Python, the host, CUDA and the CUDA libraries.
@@ -42,7 +42,7 @@ class _ProcessState:
     """Current phase of this process, and its pending stop request."""
 
     phase: str = STARTUP_PHASE  # current step and phase
-    stop_signal: int = 0  # number of the signal that requested a stop after the step; 0 if none did
+    stop_signal: int = 0  # number of the signal that requested a stop after the step, or 0
     stop_requested_at: float = 0.0  # time of that signal, from time.monotonic()
     pid: int = 0  # pid of the process that called `run`
     # Returns the memory planned for a phase and the flags that lower it.
@@ -53,10 +53,10 @@ this_process = _ProcessState()
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
-    """Run a script's `main` and exit with the code that it returns (None: 0), or with the exit code of its error.
+    """Run a script's `main` and exit with the code that `main` returns (None: 0), or with the exit code of its error.
 
-    Every rank must call this function, which ends with a collective. An error that all ranks raise is printed once:
-    errors with an `exit_code` (`minirl.errors`) as a message, all others with their traceback.
+    Every rank must call this function, which ends with a collective. An error that all ranks raise is printed once.
+    An error with an `exit_code` (`minirl.errors`) is printed as a message, any other error with its traceback.
 
     SIGTERM, SIGINT and SIGHUP (a closed terminal) request a stop at the end of the step
     (`process_group.stop_requested`). A second signal, or one before the first step, ends the process at once. Signals

@@ -1,7 +1,7 @@
 """Start the process group, choose each rank's device, and run collectives on host values.
 
-Under torchrun, its environment variables define the ranks; otherwise this process is the only rank. Every rank runs
-the same script.
+torchrun's environment variables define the ranks; without torchrun, this process is the only rank. Every rank runs the
+same script.
 """
 
 import os
@@ -18,8 +18,8 @@ from minirl.errors import refuse
 from minirl.ranks import launch
 from minirl.ranks.time_account import spent_on
 
-# Compute capability of Ampere, the oldest supported GPUs. Older GPUs have no bf16 matmuls, and neither flash-attn nor
-# torch's varlen kernel supports them.
+# Compute capability of Ampere, the oldest supported GPU generation. Older GPUs have no bf16 matmuls, and neither
+# flash-attn nor torch's varlen kernel supports them.
 OLDEST_CAPABILITY = (8, 0)
 # Environment variables that configure torch's CUDA allocator: the current name and the older one.
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -28,15 +28,16 @@ ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 def start(
     *, shares_cores: bool = False, hang_timeout: float = 1800.0, may_use_cpu: bool = False
 ) -> torch.device:
-    """Join the process group and return this rank's device. All ranks call it (collective).
+    """Join the process group and return this rank's device (collective).
 
     shares_cores: whether each rank on CUDA gets an equal share of the CPU cores instead of one thread. On the CPU,
-    every rank uses one thread, because with more, matmuls are not batch-invariant (`minirl.model.batch_invariance`).
+    every rank uses one thread, because matmuls on more threads are not batch-invariant
+    (`minirl.model.batch_invariance`).
 
     hang_timeout: time (s) after which a collective fails if a rank has not arrived. may_use_cpu: see `select_device`.
 
     Unless one of ALLOCATOR_SETTINGS is set, the CUDA allocator uses expandable segments, so that memory freed by one
-    phase can hold larger blocks in the next one. bf16 matmuls accumulate in fp32.
+    phase can hold larger blocks in the next phase. bf16 matmuls accumulate in fp32.
 
     Raises InputError if the device is unusable, if --max-restarts is used on several nodes, or (on all ranks) if the
     ranks' device types or command lines differ. Raises torch's DistError if another rank does not arrive.
@@ -47,14 +48,16 @@ def start(
         "all nodes again with the same --run-name",
     )
     if os.environ.keys().isdisjoint(ALLOCATOR_SETTINGS):
-        os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"  # torch reads it when CUDA starts
+        # torch reads the variable when CUDA starts.
+        os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
     device = select_device(may_use_cpu=may_use_cpu)
     torch.set_num_threads(1)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         if shares_cores:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size()))
-        # Otherwise split-k matmuls round partial sums to bf16, depending on the shape, with errors of 3e-3, not 3e-5.
+        # Otherwise split-k matmuls round partial sums to bf16, depending on the shape, with errors of 3e-3 instead of
+        # 3e-5.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if not dist.is_initialized():
         timeout = timedelta(seconds=hang_timeout)
@@ -147,8 +150,8 @@ def broadcast_object(value: Any) -> Any:
 def gather_objects(value: Any) -> list[Any]:
     """Return every rank's value, in rank order, on every rank (collective).
 
-    A single rank gets its own value, not a copy. So does a process that has not joined the process group, as in a
-    notebook.
+    A single rank gets its own value, not a copy. A process without a process group, as in a notebook, also gets its own
+    value.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]

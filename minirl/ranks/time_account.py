@@ -27,7 +27,7 @@ class TimeAccount:
     def begin(self) -> None:
         """Reset all seconds and switch to "host".
 
-        Call it before the first step, so that setup is not attributed to any step.
+        Call this method before the first step, because setup belongs to no step.
         """
         self._thread = threading.get_ident()
         self._cause = "host"
@@ -42,7 +42,7 @@ class TimeAccount:
         self._cause = cause
 
     def take(self) -> dict[str, float]:
-        """Return the seconds per cause since the last `take` or `begin`, and reset them. They sum to the wall time."""
+        """Return and reset the seconds per cause since the last `take` or `begin`; their sum is the wall time."""
         self.switch(self._cause)
         seconds = self._seconds
         self._seconds = defaultdict(float)

@@ -1,9 +1,9 @@
 """Log a run to the console, metrics.jsonl, rollouts/*.jsonl and optionally wandb.
 
-Logging errors never stop a run. If metrics.jsonl cannot be written (on a full disk, say), its lines are buffered and
-written with a later step. If a step's rollouts cannot be written, they are dropped with a warning. After its first
-error, wandb is turned off, and a console line says so. A resumed run continues its files and its wandb run after the
-checkpoint's step.
+Logging errors never stop a run. If metrics.jsonl cannot be written (for example on a full disk), the pending lines are
+written with a later step. A step's rollouts that cannot be written are dropped with a warning. After the first wandb
+error, wandb is turned off, and a console line reports this. A resumed run continues its files and its wandb run after
+the checkpoint's step.
 """
 
 import contextlib
@@ -95,10 +95,10 @@ class Logger:
     ) -> None:
         """Write a step's records from all ranks, ordered by id, to rollouts/<step>.jsonl (collective).
 
-        to_wandb: whether to also log a table of the first records to wandb when wandb is enabled; these records need an
-            `advantage`.
+        to_wandb: whether to also log a table of the first records to wandb, if wandb is enabled. The records then need
+        an `advantage`.
         """
-        # Each rank encodes its own records, so that rank 0 only has to sort the lines.
+        # Each rank encodes its own records, and rank 0 only sorts the lines.
         lines = [(record["id"], json_text(record) + "\n") for record in records]
         # The lines can take megabytes, so only rank 0 gets them.
         gathered: list[Any] = [None] * world_size()
@@ -128,7 +128,7 @@ class Logger:
             )
 
     def _write_metrics(self) -> bool:
-        """Append the pending lines to metrics.jsonl; return whether that succeeded."""
+        """Append the pending lines to metrics.jsonl; return whether the write succeeded."""
         try:
             durable.append_whole(self._metrics_file, self._pending_lines)
         except OSError as error:

@@ -18,8 +18,8 @@ from minirl.training.advantages import have_zero_variance
 from minirl.training.batch import Batch, SequenceInfo
 from minirl.training.kl import kl_penalty
 
-# Initial value and merge function for each kind of metric, used within a step and across ranks. Means are divided by
-# their weight at the end. `np.maximum` propagates NaN.
+# Initial value and merge function for each kind of metric, used within a step and across ranks. At the end, each mean
+# is divided by its weight. `np.maximum` propagates NaN.
 KINDS: dict[str, tuple[float, Callable[[float, float], float]]] = {
     "mean": (0.0, operator.add),
     "total": (0.0, operator.add),
@@ -62,7 +62,7 @@ class StepMetrics:
         self.add(name, amount, kind="total")
 
     def begin(self, phase: str) -> None:
-        """Wait for the device to finish the previous phase, then begin a new one.
+        """Wait for the device to finish the previous phase, then begin a new phase.
 
         From now on, time is attributed to the phase (for "generate", to "host"), except in `time_account.spent_on`
         blocks. If this rank hangs, other ranks report the phase (`launch.announce_phase`).
@@ -160,7 +160,7 @@ def add_skipped_tokens(
 def add_rewards(metrics: StepMetrics, functions: Collection[str], rewards: Tensor) -> None:
     """Add the mean and std of the rewards from each of the K reward functions, as reward/NAME and reward/NAME/std.
 
-    rewards: fp64 [P, G, K], the rewards of all groups. They are the same on every rank, so the numbers do not depend on
+    rewards: fp64 [P, G, K], the rewards of all groups. Every rank has the same rewards, so the metrics do not depend on
     how rollouts are distributed. NaN rewards, which do not apply to their completions, are excluded.
     """
     for name, values in zip(functions, rewards.flatten(0, 1).T, strict=True):
@@ -235,8 +235,8 @@ def add_clip(
 def derived(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the reduced metrics together with derived ones.
 
-    Adds the completion tokens per second of generation and per second of the update, if that phase took any time.
-    Turns the finish reasons' counts into fractions.
+    Adds the completion tokens per second of generation and per second of the update, if the phase took any time.
+    Converts the counts of finish reasons to fractions.
     """
     all_metrics = dict(metrics)
     for name in metrics:

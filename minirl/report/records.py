@@ -30,8 +30,8 @@ def rollout_records(
 ) -> list[dict[str, Any]]:
     """Return this rank's N rollouts as JSON-serializable records, the lines of rollouts/*.jsonl. Not collective.
 
-    functions: names of the K reward functions. weights: fp64 [K]; the weighted sum of a rollout's rewards is its
-    `reward`. columns: additional numbers [N], one per rollout.
+    functions: names of the K reward functions. weights: fp64 [K]. A record's `reward` is the weighted sum of the
+    rollout's rewards. columns: additional numbers [N], one per rollout.
     """
     all_rewards = torch.tensor([rewards for _, _, rewards in rewarded], dtype=torch.float64)
     scores = weighted_rewards(all_rewards.view(len(rewarded), len(weights)), weights)

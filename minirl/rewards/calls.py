@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 from minirl.data.task import EPISODE_ARGUMENTS
 from minirl.files.user_code import short_repr, users_traceback
 
-# Maximum absolute reward. Losses and gradients scale with it, and their squares must not overflow fp32 (3e38).
+# Maximum absolute reward. Losses and gradients scale with the reward, and their squares must not overflow fp32 (3e38).
 MAX_REWARD = 1e12
 # Call id of a worker's first answer, which carries the function's signature.
 LOAD_CALL = 0
 
 # One reward per completion; None where the reward does not apply.
 Rewards = list[float | None]
-# The rewards that a call returned, or its error message.
+# The rewards that a call returned, or the call's error message.
 CallResult = Rewards | str
 
 

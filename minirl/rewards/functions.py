@@ -1,17 +1,18 @@
 """Reward functions: their arguments, their return values, and where they run.
 
-A new reward is a function with TRL's interface. It is called with keyword arguments: `prompts`, `completions`,
-`completion_ids` and the data's other columns, each a list with one entry per completion. It gets the arguments
-that it names, or all of them if it takes `**kwargs`. It returns one number per completion, of magnitude at most 1e12,
-or None where the reward does not apply. It may be an `async def`. For text prompts, completions are text; for chat
-prompts, they are the messages after the prompt, such as `[{"role": "assistant", "content": text}]`.
+A reward is a function with TRL's interface, and may be an `async def`. The function is called with keyword arguments:
+`prompts`, `completions`, `completion_ids` and the data's other columns, each a list with one entry per completion. A
+function gets only the arguments that it names, or all arguments if it takes `**kwargs`. The function returns one number
+of magnitude at most 1e12 per completion, or None where the reward does not apply. For text prompts, completions are
+text. For chat prompts, completions are the messages after the prompt:
+`[{"role": "assistant", "content": text}]`, for example.
 
-A function may name further arguments, also lists with one entry per completion. `episodes` are dicts with the
+A function may name further arguments, which are also lists with one entry per completion. `episodes` are dicts with the
 conversation, turns and more (`PromptGroup.episodes`). Functions that run in this process can also name `environments`,
 the --environment objects, and `rollouts`, the `Rollout` objects. All other arguments are copies, which the function
 may modify.
 
-A function's `Reward` decides when and where it is called:
+A function's `Reward` decides when and where the function is called:
 
     WorkerReward     once per prompt, in a process        --reward (`reward_workers`)
     FunctionReward   once per prompt, in a thread         the task's functions, functions that a script passes to
@@ -20,7 +21,7 @@ A function's `Reward` decides when and where it is called:
     EpisodeReward    like FunctionReward                  --reward episode, which reads the rewards that episodes gave
     StepReward       once per step, on the main thread    --reward-model (`reward_model`)
 
-To add another kind, subclass `Reward`.
+To add another kind of reward, subclass `Reward`.
 """
 
 import copy
@@ -50,7 +51,7 @@ from minirl.rewards.calls import (
 )
 from minirl.rollouts import Rollout, SampledSequence
 
-EPISODE = "episode"  # value of --reward that stands for the rewards that episodes give
+EPISODE = "episode"  # value of --reward for rewards that episodes give
 # Arguments whose entries are live objects of this process, which are neither sent to workers nor copied.
 OBJECT_ARGUMENTS = ("environments", "rollouts")
 MAX_CONCURRENT_CALLS = 256  # maximum concurrent calls to an `async def`, here or in a worker
@@ -58,12 +59,12 @@ MAX_CONCURRENT_CALLS = 256  # maximum concurrent calls to an `async def`, here o
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """The rollouts of one prompt, in sample order, and the arguments that reward functions get for them.
+    """The rollouts of one prompt, in sample order, and the arguments that reward functions get for these rollouts.
 
     The attributes named in STANDARD_ARGUMENTS and EPISODE_ARGUMENTS are passed as arguments, with one entry per
     rollout.
-    texts: the completions without special tokens. seed: seed for a worker's global random generators before it calls a
-    plain `def`.
+    texts: the completions without special tokens. seed: seed that a worker sets in its global random
+    generators before it calls a plain `def`.
     """
 
     row: Row
@@ -98,8 +99,8 @@ class PromptGroup:
     def episodes(self) -> list[dict[str, Any]]:
         """One JSON-serializable dict per rollout.
 
-        row: the row's prompt, columns and origin. messages: the whole conversation. text, tokens: the completion and
-        its ids.
+        row: the row's prompt, columns and origin. messages: the whole conversation. text, tokens: the completion as
+        text and as token ids.
         finish_reason: the rollout's finish reason. turns: text, num_tokens and finish_reason per turn; empty for a
         rollout without an episode. rewards: all rewards that the episode gave; None where a reward does not apply.
         """
@@ -146,9 +147,10 @@ class PromptGroup:
 
 
 class Reward(ABC):
-    """One of the run's rewards; decides when and where its function is called.
+    """One of the run's rewards, which decides when and where its function is called.
 
-    signature: the function's signature. episode_reward: name of the reward that it reads from episodes, if any.
+    signature: the function's signature. episode_reward: name of the reward that the function reads from episodes, if
+    any.
     """
 
     signature: Signature
@@ -162,12 +164,12 @@ class Reward(ABC):
         """
 
     def finish(self, results: Sequence[Any]) -> Rewards:
-        """Return the concatenated rewards of several groups. results: the results of their futures."""
+        """Return the concatenated rewards of several groups. results: the results of the groups' futures."""
         return list(chain(*results))
 
 
 class FunctionReward(Reward):
-    """A function called in threads of this process: for all prompts at once if it is `async`, else one by one."""
+    """A function called in threads of this process, concurrently for all prompts if the function is `async`."""
 
     def __init__(self, function: RewardFunction, call_timeout: float | None = None):
         """call_timeout: time limit (s) for one call, whose thread cannot be killed; None means no limit."""
@@ -198,7 +200,7 @@ class FunctionReward(Reward):
 
 
 class StepReward(Reward):
-    """A function called once per step for all groups, on the main thread. It must not modify its arguments."""
+    """A function called on the main thread, once per step for all groups. It must not modify its arguments."""
 
     def __init__(self, function: RewardFunction):
         self.signature = signature_of(function)
@@ -258,7 +260,7 @@ def overlong_penalty(*, limit: int, buffer: float) -> RewardFunction:
 def rewards_and_weights(
     rewards: Mapping[str, RewardLike], weights: Sequence[float], *, logged: Mapping[str, RewardLike]
 ) -> tuple[dict[str, RewardLike], Tensor]:
-    """Return all K rewards, trained ones before `logged` ones, and their weights fp64 [K].
+    """Return all K rewards, the trained rewards before the `logged` rewards, and the K weights as an fp64 tensor.
 
     Without `weights`, each trained reward has weight 1. Rewards that are only logged have weight 0. Raises InputError
     if the number of weights is not the number of trained rewards.

@@ -30,9 +30,9 @@ def load_reward_model(
     template_arguments: Mapping[str, Any] | None = None,
     max_tokens: int,
 ) -> StepReward:
-    """Load a sequence classifier; its score at the last token of the prompt plus completion is the reward.
+    """Load a sequence classifier as a reward, which is the classifier's score at the last token of the completion.
 
-    Not collective. Each rank holds a full replica and runs it on packed microbatches of up to `max_tokens` tokens.
+    Not collective. Each rank holds a full replica, which scores packed microbatches of up to `max_tokens` tokens.
     chat: whether to render text prompts with the chat template and `template_arguments`, as for the policy. Raises
     InputError if the model is not a sequence classifier with one label.
     """

@@ -15,9 +15,10 @@ from minirl.rollouts import RewardedRollout, Rollout
 class RewardQueue:
     """Computes rewards while other rollouts decode. Not collective.
 
-    Each call gets one prompt's completions in sample order. In a worker process, it also gets the first rollout's seed.
+    Each call gets one prompt's completions in sample order. In a worker process, a call also gets the seed of the first
+    rollout.
 
-    groups: the groups that have not been taken yet, with their calls, keyed by prompt ordinal.
+    groups: groups that have not been taken yet, each with its reward calls, keyed by prompt ordinal.
     episode_rewards: names of the rewards that episodes must give.
     """
 
@@ -74,7 +75,7 @@ class RewardQueue:
 
     @spent_on("wait_rewards")
     def finish(self, ordinals: Iterable[int]) -> list[RewardedRollout]:
-        """Remove the groups of these prompts, wait for their rewards, and return their rewarded rollouts.
+        """Remove the groups of these prompts, wait for the groups' rewards, and return the rewarded rollouts.
 
         The rollouts follow the order of `ordinals`. Raises RewardError, naming the function and row.
         """

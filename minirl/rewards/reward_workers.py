@@ -47,7 +47,8 @@ class WorkerReward(Reward):
         self._processes: list[_Process] = []
         self._free_processes: asyncio.Queue[_Process] = asyncio.Queue()
         self._loop = asyncio.new_event_loop()
-        # A daemon thread, so that no call delays the trainer's exit. Workers exit when the trainer closes their pipes.
+        # Use a daemon thread, which does not delay the trainer's exit. Workers exit when the trainer closes their
+        # pipes.
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"reward {spec}", daemon=True)
         self._thread.start()
         try:
@@ -135,7 +136,7 @@ class _Process:
         return await self.answer(call_id, timeout_s)
 
     async def answer(self, call_id: int, timeout_s: float) -> Any:
-        """Return the answer to a call; kill the process if it exceeds the time limit. Raises _WorkerError."""
+        """Return the answer to a call; kill the process if the call exceeds the time limit. Raises _WorkerError."""
         waiters = (self.pending_calls[call_id], self._listen_task)
         await asyncio.wait(waiters, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         call = self.pending_calls.pop(call_id)
@@ -159,7 +160,7 @@ class _Process:
             while line := await self._answers.readline():
                 call_id, answer = json.loads(line)
                 self.pending_calls[call_id].set_result(answer)
-            # Kill a process that only closed its pipes. If it has already exited, this does nothing.
+            # The process may only have closed its pipes. If the process has already exited, the kill has no effect.
             self._kill()
             reason = _exit_description(await self._process.wait())
         self._kill()

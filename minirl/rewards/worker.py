@@ -1,7 +1,7 @@
 """The program of a worker process, which calls a reward function. Arguments: FILE_OR_MODULE NAME.
 
 The protocol is one JSON list per line. A request is [call id, arguments, texts, seed]; its answer is
-[call id, result of `call_function`]. The first answer has no request: it is [LOAD_CALL, the function's `Signature`], or
+[call id, result of `call_function`]. The first answer has no request and is [LOAD_CALL, the function's `Signature`] or
 [LOAD_CALL, an error message]. User code's output goes to stderr.
 
 Imports only the standard library, so that the process starts quickly.
@@ -99,7 +99,7 @@ def _take_pipes() -> tuple[BinaryIO, Send]:
 
 
 def _seed_generators(seed: int) -> None:
-    """Seed Python's global random generator, and NumPy's and PyTorch's if they are imported."""
+    """Seed the global random generators of Python and, if they are imported, of NumPy and PyTorch."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)

@@ -11,7 +11,7 @@ from torch import Tensor
 from minirl.ranks.process_group import all_reduce_sum
 
 EPS = 1e-6  # added to standard deviations of rewards
-# Differences up to this fraction of a group's largest reward, or of EPS, count as rounding errors, so that 0.1 + 0.2
+# Differences up to this fraction of a group's largest reward, or of EPS, count as rounding errors. So 0.1 + 0.2
 # equals 0.3.
 RELATIVE_ERROR = 1e-9
 
@@ -19,7 +19,7 @@ RELATIVE_ERROR = 1e-9
 def weighted_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sums [...] of rewards [..., K], with weights [K].
 
-    NaN marks a reward that does not apply to the completion; it is left out of the sum. The sum is NaN if no reward
+    NaN marks a reward that does not apply to the completion and is left out of the sum. The sum is NaN if no reward
     applies. Rewards with weight 0 are only logged.
     """
     scores = rewards.nan_to_num(0.0) @ weights
@@ -53,14 +53,14 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
         "none", "whiten": 1. `whiten` later normalizes the tokens' advantages.
 
     Standard deviations use ddof 1. With baseline "mean" or "leave_one_out", a zero-variance group gets exactly 0. A
-    NaN reward is left out of all statistics and gets 0; so does a reward for which too few others exist to compute
-    these statistics.
+    NaN reward is left out of all statistics and gets advantage 0. A reward also gets advantage 0 if too few
+    rewards exist to compute the statistics.
     """
     if isinstance(baseline, Tensor):
         centered = rewards - baseline[:, None]
     elif baseline in ("mean", "leave_one_out"):
         centered = rewards - rewards.nanmean(1, keepdim=True)
-        # The mean of equal rewards may differ from them by a rounding error.
+        # The mean of equal rewards may differ from the rewards by a rounding error.
         centered = centered.masked_fill(have_zero_variance(rewards)[:, None], 0.0)
         if baseline == "leave_one_out":
             # r_i - mean of the others = (r_i - mean of all) G / (G - 1)
@@ -77,8 +77,8 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
         centered = centered / (_standard_deviation(rewards, [0, 1]) + eps)
     elif norm not in ("none", "whiten"):
         raise ValueError(f"advantage norm {norm!r} is unknown")
-    # NaN if the reward or the greedy reward is missing, or if a standard deviation would be computed from fewer than
-    # two rewards.
+    # An advantage is NaN if the reward or the greedy reward is missing, or if a standard deviation would be computed
+    # from fewer than two rewards.
     return centered.nan_to_num(0.0)
 
 
@@ -92,11 +92,11 @@ def _standard_deviation(rewards: Tensor, dims: list[int]) -> Tensor:
 def select_groups(is_zero_variance: Tensor, count: int) -> list[int]:
     """Select `count` of P groups to train on and return their indices, ascending.
 
-    Takes the first groups with a learning signal and, if they are too few, the first of the others. is_zero_variance:
-    bool [P]; see `have_zero_variance`.
+    Takes the first groups with a learning signal and, if there are too few of them, the first zero-variance groups.
+    is_zero_variance: bool [P]; see `have_zero_variance`.
 
-    This is DAPO's dynamic sampling (arXiv:2503.14476 eq. 11). It compares accuracies rather than rewards with a
-    length penalty, which would give every group some variance.
+    This is DAPO's dynamic sampling (arXiv:2503.14476 eq. 11). DAPO compares accuracies, because a length penalty in the
+    rewards would give every group some variance.
     """
     # A stable sort keeps the order among groups with a signal, and among groups without one.
     return sorted(is_zero_variance.int().argsort(stable=True)[:count].tolist())
@@ -114,7 +114,7 @@ def gae(
     """Return generalised advantage estimates [M] for sampled tokens (arXiv:1506.02438 eq. 16).
 
     The streams rewards and values [M] contain N sequences with `lengths` [N]; estimates never cross from one sequence
-    into another. rewards[t] is token t's reward, values[t] the value of the state before it. bootstrap [N] is the
+    into another. rewards[t] is token t's reward, values[t] the value of the state before token t. bootstrap [N] is the
     value of the state after the last token, 0 for a finished sequence. Values are regressed on the returns, which are
     estimates + values.
     """

@@ -1,9 +1,9 @@
 """Assign a step's sequences to ranks and microbatches (forward-backward passes).
 
-All ranks compute about the same number of tokens. A microbatch computes a prompt once for all its sequences, so a
-prompt's sequences stay together as far as load balance allows.
+All ranks compute about the same number of tokens. Within a microbatch, a prompt is computed once for all its sequences,
+so a prompt's sequences stay together as far as load balance allows.
 
-All functions here are pure and need no communication: every rank calls them with the same arguments.
+All functions here are pure and need no communication: every rank calls each function with the same arguments.
 """
 
 import heapq
@@ -36,14 +36,14 @@ def plan_microbatches(
     """Split a minibatch (optimizer step) into microbatches, and return each rank's list of them.
 
     A microbatch computes at most `max_tokens` tokens, and all ranks compute about the same number. A prompt is
-    computed, and counted, once per microbatch that contains it. All ranks get the same number of microbatches, so some
-    may be empty. Without sequences there are no microbatches.
+    computed, and counted, once in each microbatch with sequences of this prompt. All ranks get the same number of
+    microbatches, so some may be empty. Without sequences there are no microbatches.
 
-    A piece is a set of sequences with one prompt, at first all of them. Pieces are placed one by one, largest first. A
-    piece goes to the rank whose load would be smallest with the piece added, into a microbatch with room for it,
-    preferably one that already contains its prompt. If that rank would exceed an equal share of all tokens, or the
-    piece fits no microbatch, the piece is split in half instead, down to single sequences. So most prompts are computed
-    on one rank only, and loads are as balanced as if single sequences were placed.
+    A piece is a set of sequences that share a prompt, initially all sequences of the prompt. Pieces are placed one by
+    one, largest first. A piece goes to the rank whose load would be smallest with the piece added, into a microbatch
+    that has room, preferably a microbatch that already contains the prompt. If that rank would exceed an equal share of
+    all tokens, or the piece fits no microbatch, the piece is split in half instead, down to single sequences. So most
+    prompts are computed on one rank only, and loads are as balanced as if single sequences were placed.
 
     Example: 3 sequences with 60, 40 and 90 tokens, 2 ranks, at most 95 tokens. Rank 0 computes the third sequence,
     then an empty microbatch; rank 1 computes the first sequence, then the second.
@@ -62,7 +62,7 @@ def plan_microbatches(
         rank = min(ranks, key=lambda rank: rank.load_with(piece))
         is_too_large = rank.load_with(piece) > equal_share or -piece.negated_size > max_tokens
         if is_too_large and len(piece.members) > 1:
-            # The members are sorted by length, so every second one makes about half of the tokens.
+            # The members are sorted by length, so each half gets about half of the tokens.
             heapq.heappush(pieces, _make_piece(piece.members[::2]))
             heapq.heappush(pieces, _make_piece(piece.members[1::2]))
             continue
@@ -108,7 +108,7 @@ class _Load:
     num_tokens: int = 0
 
     def load_with(self, piece: _Piece) -> int:
-        """Return the number of tokens with this piece added. Its prompt adds no tokens if it is already present."""
+        """Return the number of tokens with this piece added. A prompt that is already present adds no tokens."""
         num_shared = piece.num_prompt_tokens if piece.prompt_id in self.prompts else 0
         return self.num_tokens - piece.negated_size - num_shared
 

@@ -1,9 +1,9 @@
 """Packed batches of rollouts, and the exchange that sends each sequence to the rank that trains on it.
 
-Each branch of a `Rollout` is a `SampledSequence`, a prompt with a completion on the host; most rollouts have one. A
-`Batch` concatenates N of these sequences, T tokens in all, on the device: a stream is a tensor [T] with one element per
-token. Every rank knows every `RolloutInfo` of a step, and thus every `SequenceInfo`. From these, each rank
-plans updates and builds batches. Only `gather_infos`, `gather_to_rollouts` and `exchange` are collective.
+Each branch of a `Rollout` is a `SampledSequence`, a prompt with a completion on the host; most rollouts have one
+branch. A `Batch` concatenates N sequences, T tokens in all, on the device: a stream is a tensor [T] with one element
+per token. Every rank knows every `RolloutInfo` of a step, and thus every `SequenceInfo`, and uses this metadata to plan
+updates and to build batches. Only `gather_infos`, `gather_to_rollouts` and `exchange` are collective.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from minirl.training.losses import repeat_over_tokens, sequence_sums
 
 
 class SequenceInfo(NamedTuple):
-    """Metadata for a sequence: a branch of a rollout, usually its only one. Infos sort by id.
+    """Metadata for a sequence, which is a branch of a rollout, and usually the only branch. Infos sort by id.
 
     num_tokens: the sequence's length, including the prompt. is_truncated: whether a limit truncated this branch.
     owner_rank: the rank that has the rollout in memory. rollout_index: the rollout's index in the step, p * G + g in
@@ -44,14 +44,14 @@ class SequenceInfo(NamedTuple):
     num_tokens: int
     num_prompt_tokens: int = 0
     num_loss_tokens: int = 0
-    temperature: float = 1.0  # the temperature at which its tokens were sampled
+    temperature: float = 1.0  # sampling temperature of the sequence's tokens
     is_truncated: bool = False
     owner_rank: int = 0
     rollout_index: int = 0
 
     @property
     def prompt_id(self) -> RolloutId:
-        """The prompt's id. The first branches of a prompt's rollouts share it; each later branch has its own."""
+        """The prompt's id. The first branches of a prompt's rollouts share one id; later branches have unique ids."""
         return self.id if self.id.branch else RolloutId(self.id.prompt_ordinal, 0)
 
 
@@ -93,7 +93,7 @@ TOKEN_STREAMS = {
 
 @dataclass(frozen=True)
 class Batch:
-    """N concatenated sequences, T tokens in all. All other fields are streams [T], or None before they are computed.
+    """N concatenated sequences, T tokens in all. Each field but `sequences` is a stream [T], or None until computed.
 
     A subclass may add a stream with one line: `exchange` builds the subclass, and `select`, `to` and `replace` handle
     all streams alike. The model computes a prompt once for all its rollouts in the batch.
@@ -144,14 +144,14 @@ class Batch:
 
     @property
     def policy_logprobs(self) -> Tensor:
-        """The policy's logprobs [T] before the update: `old_logprobs` if they were computed, else the sampled ones."""
+        """The policy's logprobs [T] before the update: `old_logprobs` if computed, otherwise `sample_logprobs`."""
         return self.sample_logprobs if self.old_logprobs is None else self.old_logprobs
 
     def layout(self) -> PackedLayout:
         """Return the packed layout of the batch's tokens for the model.
 
-        The first sequence with a given prompt is the parent of the others, which share its prompt tokens. Example:
-        sequences 0, 1 and 3 have the same prompt of 5 tokens; 0 is the parent of 1 and 3, which share 5 tokens with it.
+        Sequences with the same prompt share the prompt tokens of the first such sequence, their parent. Example:
+        sequences 0, 1 and 3 have the same prompt of 5 tokens, so 1 and 3 share 5 tokens with their parent, sequence 0.
         """
         sequences = list(map(attention.Sequence, self.lengths))
         parent_of: dict[RolloutId, int] = {}
@@ -231,7 +231,7 @@ def gather_to_rollouts(batch: Batch, values: Tensor, num_rollouts: int) -> Tenso
 
 
 def pack(branches: Sequence[SampledSequence], batch_type: type[Batch] = Batch) -> Batch:
-    """Pack branches into a batch on the host, without their rollout indices. Not collective."""
+    """Pack branches into a batch on the host, without setting rollout indices. Not collective."""
     packed = join_streams(*(branch.stream for branch in branches))
     streams = {name: torch.from_numpy(packed[field].copy()) for name, field in TOKEN_STREAMS.items()}
     return batch_type(sequences=tuple(map(_sequence_info, branches)), **streams)
@@ -257,7 +257,7 @@ def exchange(
     """
     local_batch = pack(all_branches(rollouts), batch_type).replace(**(streams or {}))
     ranks = range(world_size())
-    # The sequences that each rank trains on, over all minibatches.
+    # The sequences that each rank trains on, in all minibatches.
     planned = [[sequence for per_rank in plan for micro in per_rank[r] for sequence in micro] for r in ranks]
     sent = [[sequence for sequence in part if sequence.owner_rank == rank()] for part in planned]
     received = [[sequence for sequence in planned[rank()] if sequence.owner_rank == r] for r in ranks]

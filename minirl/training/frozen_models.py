@@ -1,4 +1,4 @@
-"""Models that are not trained. They are offloaded to host memory, and run on batches without gradients."""
+"""Frozen models, which score batches under no_grad and are offloaded to host memory between uses."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -11,7 +11,7 @@ from minirl.model.transformer import Transformer
 from minirl.training.batch import Batch, Microbatch
 from minirl.training.sharded_model import ShardedModel
 
-# Computes per-token outputs [T, ...] for a batch, without gradients.
+# Computes per-token outputs [T, ...] for a batch, under no_grad.
 OutputFunction = Callable[[Transformer, Batch], Sequence[Tensor]]
 
 
@@ -20,8 +20,9 @@ def on_device(model: Transformer, device: torch.device) -> Iterator[None]:
     """Keep a frozen model's weights on `device` during the block; afterwards they are only in host memory.
 
     Nothing writes to the weights, so the host keeps its tensors, and offloading just drops the device's copies. For
-    CUDA, the host's tensors are pinned at first use, so that copying them does not block the host. Pinning takes up to
-    twice their size (torch rounds each tensor up to a power of two). On the CPU nothing is copied. Not collective.
+    CUDA, the host's tensors are pinned at first use, so that copying them does not block the host. Pinned memory
+    takes up to twice the size of the tensors, because torch rounds each tensor up to a power of two. On the CPU nothing
+    is copied. Not collective.
     """
     host = []
     try:
@@ -38,10 +39,10 @@ def on_device(model: Transformer, device: torch.device) -> Iterator[None]:
 
 
 class FrozenModel:
-    """A model that stays fixed while it scores a step's rollouts, and the streams that it adds to their batch.
+    """A model that stays fixed while it scores a step's rollouts, with the streams that it adds to the batch.
 
-    Before its update, the policy is run as a `FrozenModel`, too. A script may write to `model`'s parameters between
-    steps, for example to keep a moving average of the policy's weights.
+    Before the update, the policy itself can be run as a `FrozenModel`. A script may write to `model`'s parameters
+    between steps, for example to keep a moving average of the policy's weights.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class FrozenModel:
 
 
 def without_adapters(outputs: OutputFunction) -> OutputFunction:
-    """Return `outputs` with the adapters disabled: a reference that takes no extra memory."""
+    """Wrap `outputs` to run with the adapters disabled, as a reference model that takes no extra memory."""
 
     def run_outputs(model: Transformer, batch: Batch) -> Sequence[Tensor]:
         scales = {m: m.lora_scale for m in model.modules() if isinstance(m, Linear)}

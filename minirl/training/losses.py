@@ -11,8 +11,8 @@ from torch import Tensor
 
 from minirl.model.attention import to_device
 
-# The same limit as in verl and OpenRLHF. Without it, the exp of a long completion's summed log ratios would overflow,
-# and inf * 0 is NaN.
+# The same limit as in verl and OpenRLHF. Without a limit, the exp of a long completion's summed log ratios would
+# overflow, and inf * 0 is NaN.
 MAX_LOG_RATIO = 20.0
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
@@ -50,7 +50,7 @@ def importance_ratio(
 
     Each branch of a rollout is a separate sequence, whose ratio covers its own sampled tokens.
 
-    lengths [N]: number of tokens per sequence. loss_mask: bool [T]; both logprob streams are 0 where it is false.
+    lengths [N]: number of tokens per sequence. loss_mask: bool [T]; both logprob streams are 0 outside the mask.
     """
     log_ratio = logprobs - old_logprobs
     if level == "token":
@@ -97,15 +97,15 @@ def importance_weights(
     low: float = 0.0,
     high: float = 2.0,
 ) -> Tensor:
-    """Return importance weights [T], without gradients, for tokens sampled by a policy other than the old one.
+    """Return importance weights [T], without gradient tracking, for tokens that the old policy did not sample.
 
     rho = exp(old_logprobs - sample_logprobs), per token for "token_..." and per completion for "sequence_..."
     (`lengths` as in `importance_ratio`). "..._truncate" clamps rho to [low, high]; "..._mask" sets it to 0 outside
-    [low, high]. The cap of 2 is verl's and open-instruct's; TRL's default is "sequence_mask" at 3. correction "none":
-    all weights are 1.
+    [low, high]. verl and open-instruct also cap rho at 2; TRL's default is "sequence_mask" with a cap of 3. With
+    correction "none", all weights are 1.
 
-    Multiplying the loss by these weights gives the decoupled objective (arXiv:2505.24298 eq. 5). Do not use them if
-    the loss's ratio already has the sampled logprobs in its denominator.
+    Multiplying the loss by these weights gives the decoupled objective (arXiv:2505.24298 eq. 5). Do not use the
+    weights if the importance ratio in the loss is already relative to the sampled logprobs.
     """
     if correction == "none":
         return torch.ones_like(old_logprobs)
@@ -123,8 +123,8 @@ def importance_weights(
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> Tensor:
     """Return half the squared error of the values, with PPO's value clipping as in verl and TRL.
 
-    The squared error is the larger of two: the error of the values, and the error of the values clipped to within
-    `clip` of the old ones. clip 0 disables clipping.
+    The squared error is the larger of two errors: one for the values, one for the values clipped to within `clip` of
+    the old values. clip 0 disables clipping.
     """
     error = (values - returns).square()
     if clip:
@@ -134,7 +134,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
 
 
 def minibatch_index(num_rollouts: int, num_minibatches: int) -> Tensor:
-    """Return each rollout's minibatch, int64 [R]: consecutive rollouts, about the same number in each.
+    """Return the index of each rollout's minibatch, int64 [R]. Consecutive rollouts form minibatches of similar size.
 
     Example: 5 rollouts in 2 minibatches give [0, 0, 1, 1, 1].
     """
@@ -152,7 +152,7 @@ def loss_weights(
         "sequence_mean"  1 / (N L_i)       (GRPO)
         "constant"       1 / (N constant)  (Dr.GRPO); constant: the length limit, never the longest in the batch
 
-    Rollouts where `keep` bool [P, G] is false get 0 and count neither in N nor in sum(L).
+    Rollouts where `keep` bool [P, G] is false get weight 0 and count neither in N nor in sum(L).
     """
     lengths = num_loss_tokens.double()
     kept = keep.double()

@@ -3,8 +3,8 @@
 Element t of every stream belongs to token t. Its logprob, and the value of the state before it, come from the
 hidden state of token t - 1. This shift happens only in `_previous_tokens`.
 
-Only sampled tokens go through the LM head. Logits [T, V] are never materialized, with or without gradients: only one
-token chunk by one vocabulary chunk exists at a time.
+Only sampled tokens go through the LM head. Logits [T, V] are never materialized, in training or under no_grad: at any
+time, only the logits of one token chunk for one vocabulary chunk exist.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ from minirl.training.batch import Batch
 from minirl.training.losses import repeat_over_tokens
 
 TOKEN_CHUNK = 512  # tokens per chunk of logits on the CPU
-# Logprobs are clamped to this minimum before they are multiplied by their probability, which is 0 there, even in fp64.
-# Without the clamp, -inf * 0 would be NaN.
+# Logprobs are clamped to this minimum before they are multiplied by the probability, which is 0 at this logprob even in
+# fp64. Without the clamp, -inf * 0 would be NaN.
 MIN_LOGPROB = -1e4
 # Logprob of a sampled token that is not in a model's vocabulary, about the log of fp32's smallest number. With -inf,
 # the KL would be infinite and end the run.
@@ -61,9 +61,9 @@ def score_teacher(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
 def value_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return a scalar head's outputs, fp32 [T]: the values before sampled tokens, and the values after last tokens.
 
-    The first result has at each sampled token the value of the state before it. The second has at each sequence's last
-    token the value of the state after it, which for a reward model is the reward. Elsewhere both are 0. Differentiable
-    with respect to the parameters. Not collective.
+    At each sampled token, the first result is the value of the state before the token. At each sequence's last token,
+    the second result is the value of the state after the token, which is the reward if the model is a reward model.
+    Both results are 0 elsewhere, and differentiable with respect to the parameters. Not collective.
     """
     before, last = _previous_tokens(batch), batch.last_index
     states = _hidden_states_at(model, clamp_unknown_tokens(model, batch), torch.cat([before, last]))
@@ -78,9 +78,9 @@ def value_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def clamp_unknown_tokens(model: Transformer, batch: Batch) -> Batch:
-    """Replace tokens that a teacher or value model lacks with the last one in its vocabulary.
+    """Replace tokens that a teacher or value model lacks with the last token of the model's vocabulary.
 
-    The policy may sample from a larger vocabulary than that model's.
+    The policy's vocabulary may be larger than the model's.
     """
     return batch.replace(tokens=batch.tokens.clamp(max=model.config.vocab_size - 1))
 
@@ -145,8 +145,8 @@ def refuse_skipped_gradient(
 class ChunkedLogprobs(torch.autograd.Function):
     """Logprobs and entropies [M] of targets [M], from hidden states [M, D] and a head [V, D].
 
-    Only `token_chunk` x `vocab_chunk` logits exist at a time. Backward recomputes them, and also keeps one vocabulary
-    chunk of the head's gradient in fp32.
+    Only `token_chunk` x `vocab_chunk` logits exist at any time. Backward recomputes the logits, and also keeps one
+    vocabulary chunk of the head's gradient in fp32.
 
     With logits z, temperature T (divisor [M, 1]), p = softmax(z / T), target y and entropy H, the gradients are
 
@@ -170,7 +170,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         token_chunks = zip(*(x.split(token_chunk) for x in (hidden, targets[:, None], divisor)), strict=True)
         results = [_score_token_chunk(head_chunks, *chunk) for chunk in token_chunks]
         logprobs, entropies, totals = (torch.cat(parts) for parts in zip(*results, strict=True))
-        # Entropies that the loss does not use need no gradient.
+        # If the loss does not use the entropies, their gradient is None instead of zeros.
         ctx.set_materialize_grads(False)
         ctx.token_chunk = token_chunk
         ctx.vocab_chunk = vocab_chunk
@@ -192,7 +192,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         grad_head = torch.empty_like(head) if ctx.needs_input_grad[1] else None
         for i, head_chunk in enumerate(head.split(ctx.vocab_chunk)):
             chunk_start = i * ctx.vocab_chunk
-            # Accumulated in fp32 and rounded to the head's dtype once, after the last token chunk.
+            # The gradient is summed in fp32 and rounded to the head's dtype once, after the last token chunk.
             grad_head_chunk = torch.zeros_like(head_chunk, dtype=divisor.dtype)
             for start in range(0, len(hidden), ctx.token_chunk):
                 chunk = slice(start, start + ctx.token_chunk)
@@ -251,7 +251,7 @@ def _score_token_chunk(
 
 
 def _entropies(logprobs: Tensor) -> Tensor:
-    """Return the entropies [n] of logprobs [n, W], which are overwritten to save a copy and passes over memory."""
+    """Return the entropies [n] of logprobs [n, W]. Overwriting the logprobs saves a copy and passes over memory."""
     logprobs.mul_(logprobs.exp()).nan_to_num_(0.0)  # 0 log 0 is 0
     return -logprobs.sum(-1)
 

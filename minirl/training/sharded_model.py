@@ -1,12 +1,12 @@
 """FSDP2 with one weight storage: the engine decodes with the same tensors that training computes with.
 
-The optimizer updates sharded fp32 master weights. Each rank also keeps the full weights in the compute dtype: gathered
-once, never resharded, and refreshed in place after each optimizer step, at addresses that never change. Gradients are
-summed across ranks, not averaged, because loss weights are already normalized by global counts. No other file uses
-FSDP.
+The optimizer updates sharded fp32 master weights. Each rank also keeps the full weights in the compute dtype. The
+full weights are gathered once, never resharded, and refreshed in place after each optimizer step, so their addresses
+never change. Gradients are summed across ranks, not averaged, because loss weights are already normalized by global
+counts. No other file uses FSDP.
 
-With `shard_weights`, a rank keeps only the embedding, head and final norm in full. It decodes with its shards of the
-layers' weights (`model.shards`). Training and scoring gather one layer at a time.
+With `shard_weights`, a rank keeps only the embedding, head and final norm in full. The rank decodes with its shards
+of the layers' weights (`model.shards`). Training and scoring gather one layer at a time.
 """
 
 import math
@@ -28,7 +28,7 @@ from minirl.model.weights import check_shape, check_weights, fill_parameter, loa
 from minirl.ranks.process_group import world_size
 from minirl.ranks.time_account import spent_on, wait_for_device
 
-GATHER_BATCH = 8  # parameters per gather in `refresh`; with fewer, ranks wait more often
+GATHER_BATCH = 8  # parameters per gather in `refresh`; with fewer per gather, ranks would wait more often
 
 
 class ShardedModel:
@@ -37,16 +37,17 @@ class ShardedModel:
     folder: the model folder that it was loaded from, with config and tokenizer.
     module: the trained model, with FSDP's hooks.
     dtype: the compute dtype.
-    masters: sharded fp32 (or fp64) copies of the trained parameters, keyed by name. The optimizer updates these.
-    compute_weights: all parameters in full, in the compute dtype, keyed by name. Generation, scoring and training use
-    these. With `shard_weights`, the decoder's linear layers have only this rank's rows.
+    masters: sharded fp32 (or fp64) copies of the trained parameters, which the optimizer updates, keyed by name.
+    compute_weights: all parameters in full, in the compute dtype, keyed by name, for generation, scoring and training.
+    With `shard_weights`, the decoder's linear layers have only this rank's rows.
     decoder: an inference model with the same weights, without FSDP's hooks, which would slow a decode step down by 5 %.
-    With `shard_weights`, the decoder is used only for generation; for a model that never generates, it is the module.
-    scorer: the model that scores batches without gradients: the decoder, or with `shard_weights` the module, which
-    every rank must call the same number of times (its forward is collective).
+    With `shard_weights`, the decoder is used only for generation; a model that never generates has its module as the
+    decoder.
+    scorer: the model that scores batches under no_grad: the decoder or, with `shard_weights`, the module. The module's
+    forward is collective, so every rank must call it the same number of times.
 
     The constructor, `step`, `refresh`, `load_state` and `backward` are collective; without `shard_gradients`, only the
-    last `backward` of each optimizer step is.
+    last `backward` of each optimizer step is collective.
     """
 
     def __init__(
@@ -66,16 +67,16 @@ class ShardedModel:
         """Load this rank's shard of the folder's weights, and gather the compute weights in `dtype`.
 
         shard_gradients: sum gradients across ranks in each microbatch, unit by unit, so that a rank keeps its shard
-        of the gradients plus one unit's full ones. Otherwise each rank keeps all gradients until the last microbatch.
-        No effect on one rank, unless shards are in host memory.
+        of the gradients plus one unit's full gradients. Otherwise each rank keeps all gradients until the last
+        microbatch. No effect on one rank, unless shards are in host memory.
 
         offload_optimizer: keep master weights, sharded gradients and optimizer state in host memory (pinned, for copies
         to and from a GPU), and run the optimizer there. No effect on the CPU.
 
         shard_weights: see the module's docstring. Also shards gradients and frozen parameters. No effect on one rank.
 
-        is_frozen: whether to freeze the parameter with a given name, so that it has no master weight, gradient or
-        moments. If `config` has adapters, all parameters except the adapters and a scalar head are frozen.
+        is_frozen: whether to freeze the parameter with a given name. A frozen parameter has no master weight, gradient
+        or moments. If `config` has adapters, all parameters except the adapters and a scalar head are frozen.
 
         base: a model to share frozen weights with, if both come from the same folder and ranks keep full weights.
         """
@@ -133,7 +134,7 @@ class ShardedModel:
         precision = MixedPrecisionPolicy(
             param_dtype=self.dtype,
             reduce_dtype=at_least_fp32(self.dtype),
-            cast_forward_inputs=False,  # that would round the fp32 rope tables
+            cast_forward_inputs=False,  # that would round the fp32 RoPE tables
         )
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload_optimizer else OffloadPolicy()
         mesh = init_device_mesh(device.type, (world_size(),))
@@ -154,8 +155,8 @@ class ShardedModel:
     def full_weights(self, *, keep: bool) -> dict[str, Tensor]:
         """Return the weights to save in a checkpoint; {} without `keep`.
 
-        These are the compute weights or, with adapters, all master weights. Master weights, and with `shard_weights`
-        all weights, are gathered to the host one by one (collective).
+        The returned weights are the compute weights or, with adapters, all master weights. Master weights are gathered
+        to the host one by one (collective), and so are all weights with `shard_weights`.
         """
         if self.module.config.adapters is not None:
             sharded, dtype = self.masters, at_least_fp32(self.dtype)
@@ -174,9 +175,9 @@ class ShardedModel:
         """Accumulate the gradient of a microbatch's loss.
 
         With `is_last`, at the last microbatch of an optimizer step, also sum gradients across ranks (collective).
-        Ranks may have different numbers of microbatches, but each has at least one (possibly empty), or no rank has
-        any. With `shard_gradients` every call sums (collective), so all ranks must have the same number of
-        microbatches, which `assignment.plan_microbatches` guarantees.
+        Ranks may have different numbers of microbatches, but each rank needs at least one (possibly empty) microbatch,
+        unless no rank has any. With `shard_gradients` every call sums (collective), so all ranks must have the same
+        number of microbatches, which `assignment.plan_microbatches` guarantees.
         """
         for unit in self._units:
             unit.set_requires_gradient_sync(is_last or self._sums_every_microbatch, recurse=False)
@@ -209,15 +210,15 @@ class ShardedModel:
     def step(self, optimizer: torch.optim.Optimizer, *, lr: float, max_grad_norm: float) -> float:
         """Clip the gradient, update the master weights, refresh the compute weights; return the gradient norm.
 
-        lr: the learning rate of this update. If a parameter group's lr differs from the optimizer's default, their
-        ratio is kept.
+        lr: the learning rate of this update. A parameter group whose lr differs from the optimizer's default keeps the
+        ratio of the two.
 
         The norm is taken before clipping, over the optimizer's parameters across ranks; gradients of other parameters
         are dropped. max_grad_norm 0 disables clipping. With a gradient of exactly 0, for example without any
         `backward`, the update is skipped, because momentum alone would still move the weights.
 
-        Collective. Raises GuardError on all ranks: before the update if the norm is non-finite, after it if the weights
-        are non-finite, so that such weights are never saved.
+        Collective. Raises GuardError on all ranks: before the update if the gradient norm is non-finite, and after the
+        update if the weights are non-finite. So non-finite weights are never saved.
         """
         trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for other in {*self.masters.values()} - trained:
@@ -267,8 +268,8 @@ class ShardedModel:
     ) -> None:
         """Load the master weights and the optimizer state, then refresh (collective).
 
-        saved: the `state_tensors` of each rank of the run that saved them; its world size may differ. Needs host memory
-        for one full tensor.
+        saved: the `state_tensors` of each rank of the saving run, whose world size may differ. Loading needs host
+        memory for one full tensor.
 
         Raises InputError, naming `origin` and the tensor, if the state belongs to another model.
         """
@@ -298,8 +299,8 @@ class ShardedModel:
         Temporarily needs twice the memory of GATHER_BATCH parameters, but no extra memory on a single rank whose master
         weights are on the device.
         """
-        # Copies from the host are asynchronous. They end before the optimizer next writes to the master weights,
-        # because that needs gradients computed with the copied weights.
+        # Copies from host memory are asynchronous. The copies finish before the optimizer next writes to the master
+        # weights, because the optimizer needs gradients that are computed with the copied weights.
         self._copy_to_compute_weights(self.masters)
         wait_for_device()
 
@@ -324,7 +325,7 @@ class ShardedModel:
         for slot, (_, shard) in zip(send_buffer.split(sizes), pairs, strict=True):
             slot[: shard.numel()].copy_(shard.flatten(), non_blocking=True)
         per_rank = send_buffer.new_empty(world_size(), len(send_buffer))
-        # torch 2.13 warns about the old name, which is the only one in torch 2.11.
+        # torch 2.13 deprecates the old name, which is the only name in torch 2.11.
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         gather(per_rank.view(-1), send_buffer)
         for (weight, _), chunks in zip(pairs, per_rank.split(sizes, 1), strict=True):
@@ -332,7 +333,7 @@ class ShardedModel:
 
 
 class Storage(NamedTuple):
-    """The weights and models that `ShardedModel` computes with; see its attributes with the same names."""
+    """The weights and models of a `ShardedModel`, named like the attributes of that class."""
 
     compute_weights: dict[str, Tensor]
     decoder: Transformer
@@ -340,10 +341,10 @@ class Storage(NamedTuple):
 
 
 def full_storage(module: Transformer, frozen: Mapping[str, Tensor], device: torch.device) -> Storage:
-    """Gather full weights on each rank; they become the module's parameters (collective)."""
+    """Gather full weights on each rank as the module's parameters (collective)."""
     for parameter in frozen.values():
         parameter.data = parameter.data.to(device)
-    # FSDP keeps the buffers of the last gather, so the root, with its large embedding, must not be the last.
+    # FSDP keeps the buffers of the last gather, so the root, with its large embedding, must not be gathered last.
     units: list[Any] = [module, *reversed(module.layers)]
     for unit in units:
         unit.unshard()
