@@ -14,7 +14,7 @@ MAX_TOP_K = 256  # maximum number of tokens that truncated sampling sorts
 
 
 class RolloutId(NamedTuple):
-    """Identifies a branch of a rollout within its run. Ids sort by prompt, sample and branch.
+    """The id of a rollout's branch within a run. Ids sort by prompt, sample and branch.
 
     `prompt_ordinal` is the prompt's index among all prompts drawn since the run's start, `sample` the rollout's index
     among the rollouts of its prompt, and `branch` the branch's index in its rollout, in order of creation.
@@ -38,7 +38,7 @@ Stream = NDArray[np.void]  # dtype TOKEN
 def make_token_stream(ids: Sequence[int]) -> Stream:
     """Return a stream TOKEN [n] of ids that were not sampled: a prompt, or tokens appended between two turns."""
     stream = np.zeros(len(ids), TOKEN)
-    stream["id"] = array("q", ids)  # an array converts a long tuple ten times faster
+    stream["id"] = array("q", ids)  # ten times as fast as converting a long tuple with NumPy
     return stream
 
 

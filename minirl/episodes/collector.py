@@ -39,8 +39,9 @@ class Collector:
     """Collects rollouts for one prompt stream.
 
     engine: the engine that samples the rollouts. in_flight: prompts that have begun but have not been taken by a step.
-    temperature: sampling temperature of new rollouts that are not greedy. A script may change it between steps.
-    counts: this rank's counters since they were last reset; see `EpisodeRunner`.
+    temperature: sampling temperature of new rollouts that are not greedy. A script may change the temperature between
+    steps.
+    counts: this rank's counters; `pop` reads and resets a counter. See `EpisodeRunner`.
     evaluator: creates a runner for another prompt stream, with the same engine, rewards and rollout function.
     """
 
@@ -63,7 +64,7 @@ class Collector:
         """functions: the K rewards, keyed by name. rollout: see `episode`. call_timeout: see `EpisodeRunner`.
 
         max_turns: maximum number of turns per episode (0 means MAX_TURNS).
-        group_size: sampled rollouts per prompt, in addition to `num_greedy` greedy ones.
+        group_size: sampled rollouts per prompt, in addition to `num_greedy` greedy rollouts.
         reward_weights: fp64 [K]; if None, each reward has weight 1.
         max_refills: maximum number of times per step to replace groups whose first reward has zero variance with groups
         for new prompts. After that, zero-variance groups fill the rest of the step. With None, no group is replaced.

@@ -272,7 +272,7 @@ class Episode:
         return self.branches[0].remaining_tokens
 
     def add_turn(self, turn: Turn) -> None:
-        """Add a finished turn to its branch. Only the driver calls this."""
+        """Add a finished turn to its branch. Only the driver calls this method."""
         self.num_turns += 1
         turn.number = self.num_turns
         self.branches[turn.branch].turns.append(turn)
@@ -331,7 +331,7 @@ def _read_after(after: After | dict[str, str]) -> After:
 
 
 def checked_reward(value: Any, what: str) -> float:
-    """Return a reward as a float. Raises InputError, prefixed with `what`, unless it is a finite number."""
+    """Return a reward as a float. Raises InputError, prefixed with `what`, unless the value is a finite number."""
     checked = validate_number(value)
     if not isinstance(checked, float):
         raise InputError(f"{what} {short_repr(value)}; a reward is a finite number of at most {MAX_REWARD:g}")

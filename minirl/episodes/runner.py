@@ -7,8 +7,8 @@ The life of a rollout:
 3. Each engine step samples one token per turn; between engine steps, rollout functions work on their next replies.
 4. A turn ends at a stop token or stop string, or is truncated at its limit ("length"). In both cases, the function
    gets the turn, and may append tokens and request another turn on any branch.
-5. The episode ends when its function returns. It also ends when a requested turn has no room or exceeds `max_turns`:
-   the function is cancelled, and the turns so far become the rollout, with the limit as the finish reason.
+5. The episode ends when its function returns. The episode also ends when a requested turn has no room or exceeds
+   `max_turns`: the function is cancelled, and the turns so far become the rollout, with the limit as the finish reason.
 6. When the last rollout of a prompt has ended, the whole group enters the reward queue and waits for a step.
 7. An invalid request raises InputError in the function. The run fails if a function raises, exceeds its time limit or
    returns anything but rewards. The RolloutError names the function, row and turn, and all other functions are
@@ -44,7 +44,7 @@ from minirl.rollouts import Request, RewardedRollout, Rollout, RolloutId
 IDLE_WAIT_S = 0.05
 # The turn limit if --max-turns is not set. Without any limit, some agents would never stop.
 MAX_TURNS = 1000
-# Prefix of a tool result that is an error, in TRL and in `tool_loop`.
+# Prefix of a tool result that reports an error, in TRL and in `tool_loop`.
 TOOL_ERROR = "{'error': "
 # Time (s) for functions to clean up when the run ends.
 CLEANUP_S = 1.0
@@ -54,9 +54,9 @@ class EpisodeRunner:
     """Runs episodes in rounds. Its methods are collective only if ranks share the model's layers.
 
     queue: the queue that computes the rewards of complete groups.
-    counts: the numbers of "sampled_tokens", of appended "tool_results", and of "tool_errors" among these results. They
-    include rollouts that no step takes.
-    reply_wait_s: maximum wait for the next reply in a round with a budget and nothing to decode.
+    counts: the numbers of "sampled_tokens", of appended "tool_results", and of "tool_errors" among these results. All
+    counts include rollouts that no step takes.
+    reply_wait_s: maximum time (s) to wait for the next reply in a round with a budget and nothing to decode.
     """
 
     reply_wait_s = 0.05
@@ -147,7 +147,7 @@ class EpisodeRunner:
                 elif budget < NO_BUDGET and time.perf_counter() - active_at > self.reply_wait_s:
                     break
                 self._decode_step()
-        self.engine.sync()  # ranks that share the model's layers take part in each other's passes until all are done
+        self.engine.sync()  # ranks that share the model's layers join each other's passes until all ranks are done
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -203,7 +203,7 @@ class EpisodeRunner:
     def _handle_replies(self, wait_s: float) -> bool:
         """Run the functions until all are blocked, and handle their replies; return whether any function replied.
 
-        If there is no reply yet, wait up to `wait_s` seconds for the first one. Raises RolloutError if the slowest
+        If there is no reply yet, wait up to `wait_s` seconds for the first reply. Raises RolloutError if the slowest
         function exceeds --call-timeout.
         """
         with spent_on("wait_replies"):

@@ -89,13 +89,13 @@ def select_step(
 ) -> Selection:
     """Select the first `num_groups` of all ranks' groups, in prompt order (collective).
 
-    rewarded: this rank's complete groups, each with `group_size` sampled rollouts, then `num_greedy` greedy ones.
+    rewarded: this rank's complete groups, each with `group_size` sampled rollouts, then `num_greedy` greedy rollouts.
     reward_weights: fp64 [K].
     replaces_zero_variance: whether to prefer groups whose first reward varies. If so, zero-variance groups count as
     missing, and are dropped unless they are needed to fill the step.
     """
     infos = gather_infos(rewarded)
-    # The infos are sorted by id, so the rollouts of one prompt are adjacent, with the greedy ones last.
+    # The infos are sorted by id, so the rollouts of one prompt are adjacent, and the greedy rollouts come last.
     rollouts_per_prompt = group_size + num_greedy
     ordinals = torch.tensor([info.id.prompt_ordinal for info in infos[::rollouts_per_prompt]])
     rewards = torch.tensor([info.rewards for info in infos], dtype=torch.float64)

@@ -22,7 +22,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def replace_file(path: Path, content: str) -> None:
-    """Write a text file atomically: readers see either the old content or the new, never part of it."""
+    """Write a text file atomically: readers see either the complete old content or the complete new content."""
     temporary = path.with_name(f".half-{path.name}")
     with new_file(temporary) as file:
         file.write(content.encode())

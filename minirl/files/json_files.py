@@ -12,7 +12,7 @@ from minirl.errors import InputError
 def json_text(value: Any, *, indent: int | None = None) -> str:
     """Serialize a value as JSON.
 
-    Sets and arrays become lists, numpy and torch scalars become numbers, and other objects become strings. Raises
+    Sets and arrays become lists, NumPy and torch scalars become numbers, and other objects become strings. Raises
     TypeError for keys that JSON does not support, and ValueError for a value that contains itself.
     """
     return json.dumps(value, indent=indent, default=_plain)

@@ -1,4 +1,4 @@
-"""Load user functions and format their exceptions. Only imports the standard library: reward workers start fast."""
+"""Load user functions and format their exceptions. Imports only the standard library to start workers quickly."""
 
 import builtins
 import contextlib
@@ -49,7 +49,7 @@ def loading_user_code(what: str) -> Iterator[None]:
 
 
 def find_functions(source: str, *names: str) -> list[Callable[..., Any]]:
-    """Return functions from a file or module. Raises InputError if one is missing; the code's own errors propagate."""
+    """Return functions from a file or module. Raises InputError if one is missing; errors in user code propagate."""
     module = _run_file(source) if source.endswith(".py") else importlib.import_module(source)
     for name in names:
         refuse(not callable(getattr(module, name, None)), f"{source} has no function {name}")

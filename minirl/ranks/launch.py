@@ -59,9 +59,9 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     An error with an `exit_code` (`minirl.errors`) is printed as a message, any other error with its traceback.
 
     SIGTERM, SIGINT and SIGHUP (a closed terminal) request a stop at the end of the step
-    (`process_group.stop_requested`). A second signal, or one before the first step, ends the process at once. Signals
-    that were ignored at startup (such as SIGHUP under nohup) stay ignored. SIGUSR1 prints the stacks of all threads. If
-    torchrun dies, the process dies too.
+    (`process_group.stop_requested`). A second signal, or a signal before the first step, ends the process at once.
+    Signals that were ignored at startup (such as SIGHUP under nohup) stay ignored. SIGUSR1 prints the stacks of all
+    threads. If torchrun dies, the process dies too.
     """
     _prepare_process()
     try:
@@ -137,7 +137,7 @@ def _handle_stop_signal(number: int, frame: FrameType | None) -> None:
 
 def _report_error(error: BaseException) -> int:
     """Print the error of `main`, unless another rank failed first; return the exit code."""
-    for number in STOP_SIGNALS:  # torchrun sends them if another rank exits first
+    for number in STOP_SIGNALS:  # torchrun sends these signals if another rank exits first
         signal.signal(number, signal.SIG_IGN)
     is_first, missing = True, []
     # The store may be missing, or may have disappeared with torchrun or rank 0.
@@ -154,7 +154,7 @@ def _report_error(error: BaseException) -> int:
 
 
 def _ranks_without_error() -> list[str]:
-    """Wait up to REPORT_S for all ranks to fail; return the ranks that have not, with their phases."""
+    """Wait up to REPORT_S for all ranks to fail; return the ranks that have not failed, with their phases."""
     store = rendezvous()
     store.set(f"phase/{_rank()}", "")
     ranks = range(int(os.environ.get("WORLD_SIZE", 1)))

@@ -21,7 +21,7 @@ from minirl.ranks.time_account import spent_on
 # Compute capability of Ampere, the oldest supported GPU generation. Older GPUs have no bf16 matmuls, and neither
 # flash-attn nor torch's varlen kernel supports them.
 OLDEST_CAPABILITY = (8, 0)
-# Environment variables that configure torch's CUDA allocator: the current name and the older one.
+# Environment variables that configure torch's CUDA allocator: the current name and the older name.
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -77,7 +77,7 @@ def start(
 def select_device(*, may_use_cpu: bool) -> torch.device:
     """Return this rank's CUDA device, or the CPU if torch sees none. An empty CUDA_VISIBLE_DEVICES hides all devices.
 
-    may_use_cpu: whether to hide the devices, and print a line about it, if this node has more ranks than devices.
+    may_use_cpu: whether to hide the devices and print a note if this node has more ranks than devices.
     Not collective. Raises InputError if the ranks cannot each use a CUDA device.
     """
     num_devices = torch.cuda.device_count()

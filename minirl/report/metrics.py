@@ -33,7 +33,7 @@ Entry = tuple[tuple[str, str], float | Tensor, float | Tensor]
 class StepMetrics:
     """Metrics of one step on one rank: weighted means, maxima and totals, keyed by name.
 
-    Added tensors stay on their device until `reduce`: reading each one immediately would synchronize with the device
+    Added tensors stay on their device until `reduce`: reading each tensor immediately would synchronize with the device
     many times per microbatch.
     """
 
@@ -58,7 +58,7 @@ class StepMetrics:
             self.add(name, values.max(), weight, kind="maximum")
 
     def add_total(self, name: str, amount: float | Tensor) -> None:
-        """Add to a total, which is also summed across ranks."""
+        """Add an amount to a total, which `reduce` sums across ranks."""
         self.add(name, amount, kind="total")
 
     def begin(self, phase: str) -> None:
@@ -74,7 +74,7 @@ class StepMetrics:
     def end(self) -> None:
         """Add the step's seconds per cause, averaged over all ranks.
 
-        A step lasts from the previous `end` to this one; later work belongs to the next step.
+        A step lasts from the previous call of `end` to this call; later work belongs to the next step.
         """
         time_account.wait_for_device()
         seconds = time_account.this_process.take()
@@ -168,7 +168,7 @@ def add_rewards(metrics: StepMetrics, functions: Collection[str], rewards: Tenso
 
 
 def _add_statistics(metrics: StepMetrics, rewards: Tensor, mean: str, std: str) -> None:
-    """Add the mean and std of the non-NaN rewards; the std needs at least two."""
+    """Add the mean and std of the non-NaN rewards; the std needs at least two rewards."""
     scored = rewards[~rewards.isnan()]
     metrics.add_values(mean, scored)
     if len(scored) > 1:

@@ -27,8 +27,8 @@ CallResult = Rewards | str
 class Signature(NamedTuple):
     """The signature of a reward function.
 
-    parameters: names of all named parameters. required: names of parameters without a default. has_kwargs: whether it
-    takes `**kwargs`. is_async: whether it is an `async def`.
+    parameters: names of all named parameters. required: names of parameters without a default. has_kwargs: whether
+    the function takes `**kwargs`. is_async: whether the function is an `async def`.
     """
 
     parameters: list[str]
@@ -81,7 +81,7 @@ def validate_rewards(values: Any, texts: Sequence[str]) -> CallResult:
     with a magnitude of at most MAX_REWARD. Tuples, arrays and tensors count as lists; strings, mappings and sets do
     not. texts: the completions, possibly shortened.
     """
-    # 0-d arrays and tensors also have `__len__`, but it raises.
+    # 0-d arrays and tensors also have `__len__`, but calling it raises TypeError.
     has_length = hasattr(values, "__len__") and getattr(values, "ndim", 1) != 0
     if not has_length or isinstance(values, str | bytes | Mapping | Set):
         return f"returned {short_repr(values)}; expected a list of {len(texts)} numbers"

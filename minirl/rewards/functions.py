@@ -200,7 +200,7 @@ class FunctionReward(Reward):
 
 
 class StepReward(Reward):
-    """A function called on the main thread, once per step for all groups. It must not modify its arguments."""
+    """A function called on the main thread once per step, for all groups. The function must not modify arguments."""
 
     def __init__(self, function: RewardFunction):
         self.signature = signature_of(function)

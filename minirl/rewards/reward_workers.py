@@ -116,7 +116,7 @@ class _WorkerError(RuntimeError):
 class _Process:
     """A worker process, which runs `worker.main`. All methods run on the event loop's thread.
 
-    pending_calls: its in-flight calls, keyed by call id.
+    pending_calls: in-flight calls, keyed by call id.
     """
 
     def __init__(self, process: asyncio.subprocess.Process):

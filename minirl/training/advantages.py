@@ -11,7 +11,7 @@ from torch import Tensor
 from minirl.ranks.process_group import all_reduce_sum
 
 EPS = 1e-6  # added to standard deviations of rewards
-# Differences up to this fraction of a group's largest reward, or of EPS, count as rounding errors. So 0.1 + 0.2
+# Differences up to this fraction of a group's largest reward, or of EPS, count as rounding errors: 0.1 + 0.2
 # equals 0.3.
 RELATIVE_ERROR = 1e-9
 
@@ -30,7 +30,7 @@ def weighted_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
 def have_zero_variance(rewards: Tensor) -> Tensor:
     """Return a mask [P] of the zero-variance groups in rewards [P, G].
 
-    All rewards of such a group are equal, so the group gives no learning signal. Rewards that differ only by a
+    A zero-variance group has equal rewards, so it gives no learning signal. Rewards that differ only by a
     rounding error count as equal. NaN rewards are ignored.
     """
     lowest = rewards.nan_to_num(torch.inf).amin(1)
@@ -83,7 +83,7 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
 
 
 def _standard_deviation(rewards: Tensor, dims: list[int]) -> Tensor:
-    """Return the standard deviation (ddof 1, dims kept) of the non-NaN rewards; NaN for fewer than two."""
+    """Return the standard deviation (ddof 1, dims kept) of the non-NaN rewards; NaN for fewer than two rewards."""
     count = (~rewards.isnan()).sum(dims, keepdim=True)
     squares = (rewards - rewards.nanmean(dims, keepdim=True)).square()
     return (squares.nansum(dims, keepdim=True) / (count - 1)).sqrt()
@@ -98,7 +98,7 @@ def select_groups(is_zero_variance: Tensor, count: int) -> list[int]:
     This is DAPO's dynamic sampling (arXiv:2503.14476 eq. 11). DAPO compares accuracies, because a length penalty in the
     rewards would give every group some variance.
     """
-    # A stable sort keeps the order among groups with a signal, and among groups without one.
+    # A stable sort keeps the order within the zero-variance groups, and within the other groups.
     return sorted(is_zero_variance.int().argsort(stable=True)[:count].tolist())
 
 

@@ -35,15 +35,15 @@ def plan_microbatches(
 ) -> list[list[Microbatch]]:
     """Split a minibatch (optimizer step) into microbatches, and return each rank's list of them.
 
-    A microbatch computes at most `max_tokens` tokens, and all ranks compute about the same number. A prompt is
-    computed, and counted, once in each microbatch with sequences of this prompt. All ranks get the same number of
+    A microbatch computes at most `max_tokens` tokens, and all ranks compute about the same number of tokens. A prompt
+    is computed, and counted, once in each microbatch with sequences of this prompt. All ranks get the same number of
     microbatches, so some may be empty. Without sequences there are no microbatches.
 
     A piece is a set of sequences that share a prompt, initially all sequences of the prompt. Pieces are placed one by
     one, largest first. A piece goes to the rank whose load would be smallest with the piece added, into a microbatch
-    that has room, preferably a microbatch that already contains the prompt. If that rank would exceed an equal share of
-    all tokens, or the piece fits no microbatch, the piece is split in half instead, down to single sequences. So most
-    prompts are computed on one rank only, and loads are as balanced as if single sequences were placed.
+    that has room, preferably a microbatch that already contains the prompt. If the chosen rank would exceed an equal
+    share of all tokens, or the piece fits no microbatch, the piece is split in half instead, down to single sequences.
+    So most prompts are computed on one rank only, and loads are as balanced as if single sequences were placed.
 
     Example: 3 sequences with 60, 40 and 90 tokens, 2 ranks, at most 95 tokens. Rank 0 computes the third sequence,
     then an empty microbatch; rank 1 computes the first sequence, then the second.

@@ -33,7 +33,7 @@ from minirl.training.losses import repeat_over_tokens, sequence_sums
 
 
 class SequenceInfo(NamedTuple):
-    """Metadata for a sequence, which is a branch of a rollout, and usually the only branch. Infos sort by id.
+    """Metadata for a sequence, that is, for a branch of a rollout. Infos sort by id.
 
     num_tokens: the sequence's length, including the prompt. is_truncated: whether a limit truncated this branch.
     owner_rank: the rank that has the rollout in memory. rollout_index: the rollout's index in the step, p * G + g in
@@ -96,7 +96,7 @@ class Batch:
     """N concatenated sequences, T tokens in all. Each field but `sequences` is a stream [T], or None until computed.
 
     A subclass may add a stream with one line: `exchange` builds the subclass, and `select`, `to` and `replace` handle
-    all streams alike. The model computes a prompt once for all its rollouts in the batch.
+    all streams alike. The model computes a prompt once for all rollouts of the prompt in the batch.
     """
 
     sequences: tuple[SequenceInfo, ...]
@@ -110,7 +110,7 @@ class Batch:
     ref_logprobs: Tensor = NOT_COMPUTED
     teacher_logprobs: Tensor = NOT_COMPUTED
     values: Tensor = NOT_COMPUTED
-    # At each sequence's last token, the value of the state after it; 0 elsewhere.
+    # At each sequence's last token, the value of the state after that token; 0 elsewhere.
     end_values: Tensor = NOT_COMPUTED
     returns: Tensor = NOT_COMPUTED
 
@@ -133,7 +133,7 @@ class Batch:
     def loss_index(self) -> Tensor:
         """The stream indices of the sampled tokens, int64 [M].
 
-        Computed once, because indexing with a mask makes the host wait for CUDA.
+        The indices are computed once, because indexing with a mask makes the host wait for CUDA.
         """
         return self.loss_mask.nonzero()[:, 0]
 
@@ -252,8 +252,8 @@ def exchange(
 
     Example: rank 0 has the sequences 0, 4 and rank 1 has 1, 2, 3; plan = [[[[3]], [[0, 1, 4]]]].
 
-        rank 0 sends 0, 4 to rank 1, and receives 3
-        rank 1 sends 3 to rank 0 and 1 to itself, and receives 0, 4 and 1, which it sorts
+        rank 0 sends sequences 0 and 4 to rank 1, and receives sequence 3
+        rank 1 sends sequence 3 to rank 0 and sequence 1 to itself, then receives and sorts sequences 0, 4 and 1
     """
     local_batch = pack(all_branches(rollouts), batch_type).replace(**(streams or {}))
     ranks = range(world_size())

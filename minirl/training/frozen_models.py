@@ -28,7 +28,7 @@ def on_device(model: Transformer, device: torch.device) -> Iterator[None]:
     try:
         for parameter in model.parameters():
             if device.type == "cuda":
-                parameter.data = parameter.data.pin_memory()  # makes no copy if the tensor is already pinned
+                parameter.data = parameter.data.pin_memory()  # does not copy a tensor that is already pinned
             host.append(parameter.data)
             parameter.data = parameter.data.to(device, non_blocking=True)
         yield

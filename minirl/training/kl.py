@@ -11,7 +11,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor
 
     With d = logprobs - ref_logprobs:
 
-        k1 = d: unbiased. For metrics and rewards, not for a loss: its expected gradient is zero.
+        k1 = d: unbiased, for metrics and rewards. The expected gradient of a k1 loss is zero.
         k2 = d^2 / 2: has the gradient of KL(policy || reference).
         k3 = exp(-d) + d - 1: unbiased, with low variance. k3 has the gradient of KL(reference || policy), and is the
             estimator in the GRPO paper. d is clamped at -MAX_LOG_RATIO, below which it has no gradient.

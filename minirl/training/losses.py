@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minirl.model.attention import to_device
 
-# The same limit as in verl and OpenRLHF. Without a limit, the exp of a long completion's summed log ratios would
+# Maximum log ratio, as in verl and OpenRLHF. Without a limit, the exp of a long completion's summed log ratios would
 # overflow, and inf * 0 is NaN.
 MAX_LOG_RATIO = 20.0
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -48,7 +48,7 @@ def importance_ratio(
         "sequence_sum": exp of the sum of d over the sequence, the ratio of whole completions (RLOO,
             arXiv:2402.14740).
 
-    Each branch of a rollout is a separate sequence, whose ratio covers its own sampled tokens.
+    Each branch of a rollout is a separate sequence, whose ratio covers only the tokens sampled in that branch.
 
     lengths [N]: number of tokens per sequence. loss_mask: bool [T]; both logprob streams are 0 outside the mask.
     """
@@ -97,7 +97,7 @@ def importance_weights(
     low: float = 0.0,
     high: float = 2.0,
 ) -> Tensor:
-    """Return importance weights [T], without gradient tracking, for tokens that the old policy did not sample.
+    """Return importance weights [T] of the old policy relative to the sampling policy, without gradient tracking.
 
     rho = exp(old_logprobs - sample_logprobs), per token for "token_..." and per completion for "sequence_..."
     (`lengths` as in `importance_ratio`). "..._truncate" clamps rho to [low, high]; "..._mask" sets it to 0 outside
@@ -150,7 +150,7 @@ def loss_weights(
 
         "token_mean"     1 / sum(L)        (DAPO)
         "sequence_mean"  1 / (N L_i)       (GRPO)
-        "constant"       1 / (N constant)  (Dr.GRPO); constant: the length limit, never the longest in the batch
+        "constant"       1 / (N constant)  (Dr.GRPO); constant: the length limit, not the longest length in the batch
 
     Rollouts where `keep` bool [P, G] is false get weight 0 and count neither in N nor in sum(L).
     """

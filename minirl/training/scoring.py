@@ -1,7 +1,7 @@
 """Run a model over a packed stream: compute logprobs and entropies of its tokens, or the outputs of a scalar head.
 
-Element t of every stream belongs to token t. Its logprob, and the value of the state before it, come from the
-hidden state of token t - 1. This shift happens only in `_previous_tokens`.
+Element t of every stream belongs to token t. The logprob of token t, and the value of the state before token t, come
+from the hidden state of token t - 1. Only `_previous_tokens` implements this shift.
 
 Only sampled tokens go through the LM head. Logits [T, V] are never materialized, in training or under no_grad: at any
 time, only the logits of one token chunk for one vocabulary chunk exist.
@@ -40,7 +40,8 @@ UNKNOWN_TOKEN_LOGPROB = -87.0
 def score_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return logprobs and entropies, fp32 [T], of a batch's sampled tokens; 0 elsewhere.
 
-    Each token is scored at its sampling temperature. Differentiable with respect to the parameters. Not collective.
+    Each token is scored at its sampling temperature. Both results are differentiable with respect to the parameters.
+    Not collective.
     """
     targets = batch.tokens[batch.loss_index]
     states, divisor = sampling_states(model, batch), batch_logit_divisor(batch)
@@ -244,7 +245,7 @@ def _score_token_chunk(
         entropies[:, i] = _entropies(logprobs)
         chunk_start += len(head_chunk)
     target_logprobs = log_softmax(target_logits, totals)[:, 0]
-    # The entropy of choosing a chunk, plus the mean entropy of choosing a token within one.
+    # The entropy of choosing a chunk, plus the mean entropy of choosing a token within a chunk.
     chunk_logprobs = torch.log_softmax(totals, -1)
     terms = chunk_logprobs.exp() * (entropies - chunk_logprobs)
     return target_logprobs, terms.nan_to_num(0.0).sum(-1), totals

@@ -34,7 +34,7 @@ GATHER_BATCH = 8  # parameters per gather in `refresh`; with fewer per gather, r
 class ShardedModel:
     """A trainable `Transformer`, sharded over all ranks.
 
-    folder: the model folder that it was loaded from, with config and tokenizer.
+    folder: the folder that the model was loaded from, with config and tokenizer.
     module: the trained model, with FSDP's hooks.
     dtype: the compute dtype.
     masters: sharded fp32 (or fp64) copies of the trained parameters, which the optimizer updates, keyed by name.
@@ -68,12 +68,13 @@ class ShardedModel:
 
         shard_gradients: sum gradients across ranks in each microbatch, unit by unit, so that a rank keeps its shard
         of the gradients plus one unit's full gradients. Otherwise each rank keeps all gradients until the last
-        microbatch. No effect on one rank, unless shards are in host memory.
+        microbatch. On one rank, `shard_gradients` has no effect unless shards are in host memory.
 
         offload_optimizer: keep master weights, sharded gradients and optimizer state in host memory (pinned, for copies
-        to and from a GPU), and run the optimizer there. No effect on the CPU.
+        to and from a GPU), and run the optimizer there. On the CPU, `offload_optimizer` has no effect.
 
-        shard_weights: see the module's docstring. Also shards gradients and frozen parameters. No effect on one rank.
+        shard_weights: see the module's docstring. This mode also shards gradients and frozen parameters. On one rank,
+        the mode has no effect.
 
         is_frozen: whether to freeze the parameter with a given name. A frozen parameter has no master weight, gradient
         or moments. If `config` has adapters, all parameters except the adapters and a scalar head are frozen.
@@ -87,7 +88,7 @@ class ShardedModel:
         has_shards = world_size() > 1 or offload_optimizer
         self._sums_every_microbatch = self._shards_weights or (shard_gradients and has_shards)
 
-        # 1. Create parameters without values. Frozen ones have no master weights and use the compute dtype.
+        # 1. Create parameters without values. Frozen parameters have no master weights and use the compute dtype.
         self.module = make_meta_model(config, recompute_layers=recompute_layers).to(at_least_fp32(dtype))
         frozen: dict[str, Any] = {}
         for name, parameter in self.module.named_parameters():
@@ -99,7 +100,7 @@ class ShardedModel:
             frozen |= {name: base._frozen[name] for name in frozen.keys() & base._frozen.keys()}
             _assign_weights(self.module, frozen)
 
-        # 2. Shard the parameters. Frozen ones stay full unless `shard_weights` applies.
+        # 2. Shard the parameters. Frozen parameters stay full unless `shard_weights` applies.
         self._units = [*self.module.layers, self.module]
         full = set() if self._shards_weights else set(frozen.values())
         self._shard_units(device, full, offload_optimizer=offload_optimizer)
@@ -134,7 +135,7 @@ class ShardedModel:
         precision = MixedPrecisionPolicy(
             param_dtype=self.dtype,
             reduce_dtype=at_least_fp32(self.dtype),
-            cast_forward_inputs=False,  # that would round the fp32 RoPE tables
+            cast_forward_inputs=False,  # casting would round the fp32 RoPE tables
         )
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload_optimizer else OffloadPolicy()
         mesh = init_device_mesh(device.type, (world_size(),))
@@ -186,12 +187,12 @@ class ShardedModel:
     def make_optimizer(
         self, *, betas: tuple[float, float] = (0.9, 0.95), weight_decay: float = 0.0
     ) -> torch.optim.AdamW:
-        """Make AdamW for the master weights, with its state allocated. `step` sets the learning rate.
+        """Create AdamW for the master weights, and allocate the optimizer state. `step` sets the learning rate.
 
         Weight decay applies only to matrices, not to norms and biases.
 
-        torch would allocate the moments in the first `step`, in the middle of the memory that the update freed. On CUDA
-        this would leave no block large enough for the next generation phase's cache.
+        torch would allocate the moments in the first `step`, in the middle of the memory that the update freed. On
+        CUDA, that would leave no block large enough for the next generation phase's cache.
         """
         masters = self.masters.values()
         groups = [
@@ -296,8 +297,8 @@ class ShardedModel:
     def refresh(self) -> None:
         """Copy the master weights into the compute weights, in place (collective).
 
-        Temporarily needs twice the memory of GATHER_BATCH parameters, but no extra memory on a single rank whose master
-        weights are on the device.
+        A refresh temporarily needs twice the memory of GATHER_BATCH parameters, but no extra memory on a single rank
+        whose master weights are on the device.
         """
         # Copies from host memory are asynchronous. The copies finish before the optimizer next writes to the master
         # weights, because the optimizer needs gradients that are computed with the copied weights.
@@ -386,7 +387,7 @@ def sharded_storage(
 
 
 def _total_norm(tensors: Iterable[Tensor]) -> float:
-    """Return the norm of sharded tensors; NaN or infinite if one of them contains such a value (collective)."""
+    """Return the norm of sharded tensors; NaN or infinite if a tensor contains such a value (collective)."""
     norm = torch.nn.utils.get_total_norm(tensors)
     return float(norm.full_tensor())  # type: ignore[attr-defined]
 
