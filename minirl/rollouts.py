@@ -76,8 +76,8 @@ class StopTest(Protocol):
     def __call__(self, turns: Sequence[list[int]]) -> Sequence[bool]:
         """Return whether each turn ends at its last token. A turn is given as the list of its last `max_tokens` ids.
 
-        The engine calls the test once per decode step, with all turns that use it. A turn's result must depend only on
-        the ids of that turn.
+        The engine calls the test once per decode step, with all turns that use the test. A turn's result must depend
+        only on the ids of that turn.
         """
 
 
@@ -205,7 +205,7 @@ class Rollout:
     """A finished rollout: the sampled branches of one `Episode`.
 
     branches: the branches in order of creation; usually only one. An episode has several branches if its rollout
-    function rewrites the conversation or begins a second one. Each branch is a separate training sample. All branches
+    function rewrites the conversation or begins another. Each branch is a separate training sample. All branches
     share the rollout's rewards and its weight in the loss.
     finish_reason: "stop" (a stop token or stop string), "length", "turn_length" (the last turn reached its own
     `max_tokens`), another of the `TRUNCATED_REASONS`, or one of `episodes.episode.END_REASONS` if the rollout function

@@ -104,7 +104,7 @@ class Driver:
         self._prompts = prompts
         self._function = function
         self._replies = replies
-        # This future is done while the function works on its next reply.
+        # The future is done while the function works on its next reply.
         self._turn_future: asyncio.Future[Turn] = event_loop().create_future()
         self._turn_future.cancel()
         self.task = event_loop().create_task(self._run())
@@ -284,7 +284,7 @@ class Driver:
 
 @functools.cache
 def make_stop_test(tokenizer: Tokenizer, strings: tuple[str, ...]) -> StopStrings:
-    """Return the stop test for these strings. The engine runs a test once per step, for all turns that share it."""
+    """Return the stop test for these strings. Turns share a test, which the engine runs once per step."""
     return StopStrings(tokenizer, strings)
 
 

@@ -45,8 +45,8 @@ REWARD = "reward"
 class TurnRequest:
     """A request to append tokens and then sample a turn.
 
-    after: text, token ids or, between turns of a chat, messages in the form that `read_message` returns. Tool results
-    may have non-text content: the chat template gets this content as text, and reward functions get it unchanged.
+    after: text, token ids or, between turns of a chat, messages in the form that `read_message` returns. The chat
+    template gets non-text content of tool results as text; reward functions get such content unchanged.
     stop: strings that end the turn, in addition to the model's stop tokens. The token that completes a stop string is
     kept whole.
     max_tokens: maximum number of tokens to sample; None means as many as fit.

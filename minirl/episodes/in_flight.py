@@ -28,7 +28,7 @@ class PromptsInFlight:
 
     @property
     def ordinals(self) -> list[int]:
-        """The ordinals of all prompts in flight, including interrupted ones."""
+        """The ordinals of all prompts in flight, including interrupted prompts."""
         return sorted([*self.start_steps, *self.interrupted])
 
     def restore(self, num_served: int, ordinals: Sequence[int]) -> None:

@@ -240,7 +240,7 @@ class EpisodeRunner:
     def _begin_turn(self, driver: Driver, turn_request: TurnRequest) -> None:
         """Begin the turn that a function requests, or end the episode if there is no room or the turn limit is reached.
 
-        An invalid request raises InputError in the function, which may catch it and continue.
+        An invalid request raises InputError in the function, which may catch the error and continue.
         """
         try:
             has_room = driver.begin_turn(turn_request)
@@ -262,9 +262,9 @@ class EpisodeRunner:
     def _end_episode(self, driver: Driver, finish_reason: str | None, *, has_returned: bool = False) -> None:
         """End an episode after its last turn, and queue its group if the group is now complete.
 
-        finish_reason: the rollout's finish reason; with None, the last turn determines it. has_returned: whether the
-        function returned before the episode reached a limit. Raises InputError for an episode without turns, and for
-        missing or unknown rewards.
+        finish_reason: the rollout's finish reason, or None for the finish reason of the last turn. has_returned:
+        whether the function returned before the episode reached a limit. Raises InputError for an episode without
+        turns, and for missing or unknown rewards.
         """
         given_rewards = driver.episode.given_rewards
         rollout = driver.rollout(finish_reason, dict.fromkeys(self._reward_names, 0.0) | given_rewards)

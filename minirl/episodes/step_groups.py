@@ -91,7 +91,7 @@ def select_step(
 
     rewarded: this rank's complete groups, each with `group_size` sampled rollouts, then `num_greedy` greedy rollouts.
     reward_weights: fp64 [K].
-    replaces_zero_variance: whether to prefer groups whose first reward varies. If so, zero-variance groups count as
+    replaces_zero_variance: whether to prefer groups whose first reward varies. Zero-variance groups then count as
     missing, and are dropped unless they are needed to fill the step.
     """
     infos = gather_infos(rewarded)

@@ -13,7 +13,7 @@ from typing import Any
 
 from minirl.errors import InputError, refuse
 
-# Folder of this package, whose frames are removed from the start of user tracebacks.
+# Folder of this package. User tracebacks omit their leading frames in this folder.
 PACKAGE_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 # Maximum lengths (characters) of a traceback and of a value's repr in a message.
 MAX_TRACEBACK = 4000
@@ -96,7 +96,7 @@ def short_repr(value: Any) -> str:
 
 
 def users_traceback(error: BaseException) -> str:
-    """Format a traceback without this package's leading frames, and without the middle of a very long one."""
+    """Format a traceback without this package's leading frames, and without the middle if it is very long."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
         frames = frames.tb_next

@@ -128,8 +128,8 @@ def local_world_size() -> int:
 def print0(*parts: Any) -> None:
     """Print on rank 0 and flush; a failed write never stops the run. Not collective.
 
-    After a broken pipe (as with `| head`), this and all later output is dropped. On a full disk, the pending lines are
-    written with later output, once there is room.
+    After a broken pipe (as with `| head`), the current and all later output is dropped. On a full disk, the pending
+    lines are written with later output, once there is room.
     """
     if rank() != 0:
         return
@@ -150,8 +150,8 @@ def broadcast_object(value: Any) -> Any:
 def gather_objects(value: Any) -> list[Any]:
     """Return every rank's value, in rank order, on every rank (collective).
 
-    A single rank gets its own value, not a copy. A process without a process group, as in a notebook, also gets its own
-    value.
+    A single rank, or a process without a process group (as in a notebook), gets the value itself, not a
+    copy.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-# Causes that include all time spent inside them: the full cost of an evaluation, a save or a refresh.
+# Causes that include all nested time: the full cost of an evaluation, a save or a refresh.
 WHOLE_CAUSES = ("eval", "save", "refresh")
 GENERATION_CAUSES = ("prefill", "decode", "decode_comm")
 
@@ -52,8 +52,8 @@ class TimeAccount:
     def spent_on(self, cause: str) -> Iterator[None]:
         """Attribute the time spent in the block, or in each call to a decorated function, to another cause.
 
-        Costs a few microseconds and never waits for the device. Has no effect in other threads or while the
-        cause is one of WHOLE_CAUSES.
+        Costs a few microseconds and never waits for the device. The block has no effect in other threads,
+        or while the cause is one of WHOLE_CAUSES.
         """
         if self._cause in WHOLE_CAUSES or threading.get_ident() != self._thread:
             yield

@@ -233,7 +233,7 @@ def add_clip(
 
 
 def derived(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the reduced metrics together with derived ones.
+    """Return the reduced metrics together with derived metrics.
 
     Adds the completion tokens per second of generation and per second of the update, if the phase took any time.
     Converts the counts of finish reasons to fractions.

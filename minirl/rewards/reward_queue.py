@@ -81,7 +81,7 @@ class RewardQueue:
         """
         taken = [self.groups.pop(ordinal) for ordinal in ordinals]
         for call in as_completed([call for _, calls in taken for call in calls]):
-            call.result()  # raises the first error without waiting for the other calls
+            call.result()  # raises the first error, without waiting for later calls
         rollouts = [rollout for group, _ in taken for rollout in group.rollouts]
         texts = [text for group, _ in taken for text in group.texts]
         rewards_per_function = [

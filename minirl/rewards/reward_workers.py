@@ -28,7 +28,7 @@ INVALID_ANSWER = (
 
 
 class WorkerReward(Reward):
-    """A reward function that runs in worker processes; the trainer does not load its file.
+    """A reward function that runs in worker processes; the trainer does not load the function's file.
 
     A process runs one call at a time, or up to MAX_CONCURRENT_CALLS if the function is an `async def`. One trainer
     thread waits for all processes. On rank 0, the calls' output goes to stderr. Once a process is lost, all later calls
@@ -177,7 +177,7 @@ def _exit_description(code: int) -> str:
 
 
 async def _start_process(source: str, name: str) -> asyncio.subprocess.Process:
-    """Start a worker process in its own session, so that everything in it can be killed at once. Raises OSError."""
+    """Start a worker process in its own session, so that the whole session can be killed at once. Raises OSError."""
     return await asyncio.create_subprocess_exec(
         # -P keeps modules in the working directory from shadowing the program's imports.
         *(sys.executable, "-P", "-c", PROGRAM, source, name, json.dumps([*sys.path, os.getcwd()])),

@@ -68,14 +68,14 @@ def _die_with_trainer() -> None:
     """Fork a watchdog that kills this process, and everything that user code started, when the trainer exits.
 
     The watchdog polls stdin, because only the trainer holds the other end of that pipe. A thread would be blocked while
-    user code holds the GIL. A double fork detaches the watchdog, because user code may wait for all of its children.
+    user code holds the GIL. A double fork detaches the watchdog, because user code may wait for all child processes.
     """
     child_pid = os.fork()
     if child_pid != 0:
         os.waitpid(child_pid, 0)
         return
     if os.fork() == 0:
-        os.closerange(1, 3)  # so that the trainer sees end-of-file when the worker exits
+        os.closerange(1, 3)  # then the trainer sees end-of-file when the worker exits
         poller = select.poll()
         poller.register(0, 0)
         poller.poll()

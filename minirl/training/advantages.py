@@ -95,8 +95,8 @@ def select_groups(is_zero_variance: Tensor, count: int) -> list[int]:
     Takes the first groups with a learning signal and, if there are too few of them, the first zero-variance groups.
     is_zero_variance: bool [P]; see `have_zero_variance`.
 
-    This is DAPO's dynamic sampling (arXiv:2503.14476 eq. 11). DAPO compares accuracies, because a length penalty in the
-    rewards would give every group some variance.
+    The selection rule is DAPO's dynamic sampling (arXiv:2503.14476 eq. 11). DAPO compares accuracies, because a length
+    penalty in the rewards would give every group some variance.
     """
     # A stable sort keeps the order within the zero-variance groups, and within the other groups.
     return sorted(is_zero_variance.int().argsort(stable=True)[:count].tolist())

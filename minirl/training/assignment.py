@@ -36,7 +36,7 @@ def plan_microbatches(
     """Split a minibatch (optimizer step) into microbatches, and return each rank's list of them.
 
     A microbatch computes at most `max_tokens` tokens, and all ranks compute about the same number of tokens. A prompt
-    is computed, and counted, once in each microbatch with sequences of this prompt. All ranks get the same number of
+    is computed, and counted, once in each microbatch that contains the prompt. All ranks get the same number of
     microbatches, so some may be empty. Without sequences there are no microbatches.
 
     A piece is a set of sequences that share a prompt, initially all sequences of the prompt. Pieces are placed one by

@@ -150,8 +150,9 @@ class Batch:
     def layout(self) -> PackedLayout:
         """Return the packed layout of the batch's tokens for the model.
 
-        Sequences with the same prompt share the prompt tokens of the first such sequence, their parent. Example:
-        sequences 0, 1 and 3 have the same prompt of 5 tokens, so 1 and 3 share 5 tokens with their parent, sequence 0.
+        Sequences with the same prompt share the prompt tokens of their parent, the first sequence with this prompt.
+        Example: sequences 0, 1 and 3 have the same prompt of 5 tokens, so 1 and 3 share 5 tokens with their parent,
+        sequence 0.
         """
         sequences = list(map(attention.Sequence, self.lengths))
         parent_of: dict[RolloutId, int] = {}

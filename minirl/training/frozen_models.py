@@ -20,7 +20,7 @@ def on_device(model: Transformer, device: torch.device) -> Iterator[None]:
     """Keep a frozen model's weights on `device` during the block; afterwards they are only in host memory.
 
     Nothing writes to the weights, so the host keeps its tensors, and offloading just drops the device's copies. For
-    CUDA, the host's tensors are pinned at first use, so that copying them does not block the host. Pinned memory
+    CUDA, the host's tensors are pinned at first use, so copies do not block the host. Pinned memory
     takes up to twice the size of the tensors, because torch rounds each tensor up to a power of two. On the CPU nothing
     is copied. Not collective.
     """

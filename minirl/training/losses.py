@@ -100,12 +100,12 @@ def importance_weights(
     """Return importance weights [T] of the old policy relative to the sampling policy, without gradient tracking.
 
     rho = exp(old_logprobs - sample_logprobs), per token for "token_..." and per completion for "sequence_..."
-    (`lengths` as in `importance_ratio`). "..._truncate" clamps rho to [low, high]; "..._mask" sets it to 0 outside
+    (`lengths` as in `importance_ratio`). "..._truncate" clamps rho to [low, high]; "..._mask" sets rho to 0 outside
     [low, high]. verl and open-instruct also cap rho at 2; TRL's default is "sequence_mask" with a cap of 3. With
     correction "none", all weights are 1.
 
-    Multiplying the loss by these weights gives the decoupled objective (arXiv:2505.24298 eq. 5). Do not use the
-    weights if the importance ratio in the loss is already relative to the sampled logprobs.
+    Multiplying the loss by the importance weights gives the decoupled objective (arXiv:2505.24298 eq. 5). Do not use
+    the weights if the importance ratio in the loss is already relative to the sampled logprobs.
     """
     if correction == "none":
         return torch.ones_like(old_logprobs)
@@ -123,8 +123,8 @@ def importance_weights(
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> Tensor:
     """Return half the squared error of the values, with PPO's value clipping as in verl and TRL.
 
-    The squared error is the larger of two errors: one for the values, one for the values clipped to within `clip` of
-    the old values. clip 0 disables clipping.
+    The squared error is the maximum for two values: the new value, and the new value clipped to within `clip` of the
+    old value. clip 0 disables clipping.
     """
     error = (values - returns).square()
     if clip:

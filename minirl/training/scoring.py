@@ -92,7 +92,7 @@ def sampling_states(model: Transformer, batch: Batch) -> Tensor:
 
 
 def _previous_tokens(batch: Batch) -> Tensor:
-    """Return the stream indices of the tokens before the sampled ones, int64 [M]: the next-token shift."""
+    """Return the stream indices int64 [M] of the tokens that precede sampled tokens: the next-token shift."""
     return batch.loss_index - 1
 
 
@@ -223,7 +223,7 @@ def _score_token_chunk(
     """Return logprobs [n] and entropies [n] of one token chunk's targets [n, 1], and the totals [n, chunks].
 
     hidden [n, D]; divisor [n, 1]: the temperatures. A total is the logsumexp of one vocabulary chunk's logits. With a
-    single vocabulary chunk, totals are not needed and an empty tensor is returned.
+    single vocabulary chunk, totals are not needed, so the returned tensor is empty.
     """
     if len(head_chunks) == 1:
         logprobs = log_softmax(chunk_logits(hidden, head_chunks[0], divisor), None)

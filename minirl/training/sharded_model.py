@@ -41,8 +41,8 @@ class ShardedModel:
     compute_weights: all parameters in full, in the compute dtype, keyed by name, for generation, scoring and training.
     With `shard_weights`, the decoder's linear layers have only this rank's rows.
     decoder: an inference model with the same weights, without FSDP's hooks, which would slow a decode step down by 5 %.
-    With `shard_weights`, the decoder is used only for generation; a model that never generates has its module as the
-    decoder.
+    With `shard_weights`, the decoder is used only for generation; a model that never generates uses the module as
+    its decoder.
     scorer: the model that scores batches under no_grad: the decoder or, with `shard_weights`, the module. The module's
     forward is collective, so every rank must call it the same number of times.
 
@@ -73,8 +73,8 @@ class ShardedModel:
         offload_optimizer: keep master weights, sharded gradients and optimizer state in host memory (pinned, for copies
         to and from a GPU), and run the optimizer there. On the CPU, `offload_optimizer` has no effect.
 
-        shard_weights: see the module's docstring. This mode also shards gradients and frozen parameters. On one rank,
-        the mode has no effect.
+        shard_weights: see the module's docstring. Gradients and frozen parameters are then sharded, too. On one rank,
+        `shard_weights` has no effect.
 
         is_frozen: whether to freeze the parameter with a given name. A frozen parameter has no master weight, gradient
         or moments. If `config` has adapters, all parameters except the adapters and a scalar head are frozen.
@@ -387,7 +387,7 @@ def sharded_storage(
 
 
 def _total_norm(tensors: Iterable[Tensor]) -> float:
-    """Return the norm of sharded tensors; NaN or infinite if a tensor contains such a value (collective)."""
+    """Return the norm of sharded tensors; NaN or infinite if a tensor has a non-finite element (collective)."""
     norm = torch.nn.utils.get_total_norm(tensors)
     return float(norm.full_tensor())  # type: ignore[attr-defined]
 
