@@ -84,7 +84,7 @@ def test_row_53_61_an_error_in_an_episode_stops_the_run(tmp_path, code, said, wh
     with pytest.raises(RolloutError) as raised:
         collector.collect(9)
     rollout.__globals__["has_failed"].set()
-    expected = rf"^rollout mine for the row at f:3, {when}: (mine\(episode\).*: )?{said}"
+    expected = rf"^rollout mine for the row at f:3, {when}: (rollout mine for the row at f:3: )?{said}"
     assert re.match(expected, str(raised.value)), str(raised.value)
     assert raised.value.exit_code == 4
     assert not collector._runner._drivers

@@ -112,7 +112,7 @@ class Driver:
     @property
     def origin(self) -> str:
         """The names of the rollout function and the row, for error messages."""
-        return f"{function_name(self._function)}(episode), for the row at {self.episode.row.origin}"
+        return f"rollout {function_name(self._function)} for the row at {self.episode.row.origin}"
 
     def begin_turn(self, turn_request: TurnRequest) -> bool:
         """Begin the turn that the function requests; return False if the branch has no room for the turn.

@@ -234,8 +234,7 @@ class EpisodeRunner:
         """Return the error that ends the run when a function fails."""
         num_turns = driver.episode.num_turns
         when = f"after turn {num_turns}" if num_turns else "before its first turn"
-        origin = f"rollout {function_name(self._rollout)} for the row at {driver.episode.row.origin}"
-        return RolloutError(escaped(f"{origin}, {when}: {error}"))
+        return RolloutError(escaped(f"{driver.origin}, {when}: {error}"))
 
     def _begin_turn(self, driver: Driver, turn_request: TurnRequest) -> None:
         """Begin the turn that a function requests, or end the episode if there is no room or the turn limit is reached.

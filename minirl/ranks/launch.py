@@ -149,9 +149,8 @@ def _report_error(error: BaseException) -> int:
         with contextlib.suppress(OSError):
             print(message, file=sys.stderr, flush=True)
     if _rank() == 0:
-        time.sleep(
-            2 * POLL_S
-        )  # without torchrun, rank 0 hosts the store, which other ranks may still be reading
+        # Without torchrun, rank 0 hosts the store, which other ranks may still be reading.
+        time.sleep(2 * POLL_S)
     return exit_code
 
 
