@@ -49,7 +49,7 @@ def test_row_33_a_truncated_download_is_named(folder, length):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(
-        InputError, match=r"model\.safetensors cannot be read as safetensors .*; fetch it again"
+        InputError, match=r"model\.safetensors cannot be read as safetensors .*; fetch the file again"
     ):
         load(folder)
 

@@ -181,7 +181,7 @@ for now in (0.0, 0.9, 1.1):
 """
     with started(tmp_path, [python(tmp_path, body, before=ignore)]) as job:
         assert job.codes() == [143]
-        said = "SIGTERM: stopping after this step; send it again to exit at once"
+        said = "SIGTERM: stopping after this step; send the signal again to exit at once"
         assert job.output(0).splitlines() == ["joined", "0.0", said, "0.9", "1.1"]
 
 
@@ -374,7 +374,7 @@ for differing in (*names, "restarts", "devices"):
         f".: the weights{different}",
         f"the prompts{different}",
         f"the command line and the device type{different}",
-        "--max-restarts: works on one node only",
+        "--max-restarts: works only on one node",
         "use --nproc-per-node 1, or CUDA_VISIBLE_DEVICES= for the CPU\n",
     ):
         assert said.count(message) == 2, said

@@ -172,7 +172,7 @@ NUMBERS = (
 NO_REWARDS = (
     ([1, float("nan")], "completion 'b': returned nan; expected a finite number"),
     ([1, "1.0"], "completion 'b': returned '1.0'"),
-    ([1, 1e30], r"completion 'b': returned 1e\+30; larger than 1e\+12"),
+    ([1, 1e30], r"completion 'b': returned 1e\+30; a magnitude above 1e\+12"),
     (numpy.ones((2, 1)), r"completion 'a': returned array\(\[1.\]\)"),
     (1.0, "returned 1.0; expected a list of 2 numbers"),
     (None, "returned None; expected a list"),

@@ -183,7 +183,7 @@ def test_non_finite_weights_are_never_saved(two_ranks, runs):
     """The run ends at once with the reason, and earlier checkpoints stay intact. Fault 31."""
     flags = f"{TINY} --keep-checkpoints 0"
     folder = trained(two_ranks, runs / "ruined", "train_grpo.py", flags)
-    with pytest.raises(AssertionError, match="after this update the norm of the weights is inf"):
+    with pytest.raises(AssertionError, match="after this update, the norm of the weights is inf"):
         run_in_pool(
             two_ranks, "train_grpo.py", f"{flags} --num-steps 6 --lr 9e18 --run-name ruined", runs=runs
         )

@@ -247,7 +247,7 @@ class Driver:
         refuse(self.episode.is_closed, "generate(): the episode has ended")
         refuse(
             not self._turn_future.done(),
-            "generate(): requests a second turn while the first is being sampled; await one after the other",
+            "generate(): requests a second turn while the first is being sampled; await one turn after the other",
         )
         self._turn_future = event_loop().create_future()
         self._reply(turn_request)

@@ -297,11 +297,11 @@ def check_rewards(given_rewards: Collection[str], required_rewards: Collection[s
     flags = " ".join("episode" if name == REWARD else f"episode:{name}" for name in sorted(given_rewards))
     refuse(
         given_rewards and not required_rewards,
-        f"gives rewards ({listed}) that the run does not use: add --reward {flags}",
+        f"gave rewards ({listed}) that the run does not use: add --reward {flags}",
     )
     for name in required_rewards:
         refuse(
             name not in given_rewards,
-            f"ended without the reward {name!r} (given: {listed}); give it in every episode, at "
-            f"least `episode.reward(0.0, {name!r})`, or return {{{name!r}: None}} where it does not apply",
+            f"ended without the reward {name!r} (given: {listed}); give this reward in every episode, at "
+            f"least `episode.reward(0.0, {name!r})`, or return {{{name!r}: None}} where the reward does not apply",
         )

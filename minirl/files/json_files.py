@@ -38,7 +38,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read as JSON: {error}; fetch or save it again") from None
+        raise InputError(f"{path}: cannot be read as JSON: {error}; fetch or save the file again") from None
     if not isinstance(content, dict):
-        raise InputError(f"{path}: expected a JSON object, got {str(content)[:60]}; fetch or save it again")
+        raise InputError(
+            f"{path}: expected a JSON object, got {str(content)[:60]}; fetch or save the file again"
+        )
     return content

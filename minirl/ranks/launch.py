@@ -130,7 +130,7 @@ def _handle_stop_signal(number: int, frame: FrameType | None) -> None:
         this_process.stop_signal = number
         this_process.stop_requested_at = now
         if _rank() == 0:
-            text = f"{signal.Signals(number).name}: stopping after this step; send it again to exit at once\n"
+            text = f"{signal.Signals(number).name}: stopping after this step; send the signal again to exit at once\n"
             with contextlib.suppress(OSError):  # the signal may interrupt a print, which is not reentrant
                 os.write(2, text.encode())
 

@@ -44,8 +44,8 @@ def start(
     """
     refuse(
         local_world_size() < world_size() and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
-        "--max-restarts: works on one node only, because each node's torchrun counts its own restarts; instead start "
-        "all nodes again with the same --run-name",
+        "--max-restarts: works only on one node, because each node's torchrun counts restarts separately; instead, "
+        "start all nodes again with the same --run-name",
     )
     if os.environ.keys().isdisjoint(ALLOCATOR_SETTINGS):
         # torch reads the variable when CUDA starts.

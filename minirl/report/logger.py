@@ -132,7 +132,7 @@ class Logger:
         try:
             durable.append_whole(self._metrics_file, self._pending_lines)
         except OSError as error:
-            outcome = "the run continues and retries with the next step"
+            outcome = "the run continues, and the next step retries the write"
             print0(f"warning: {self._metrics_file}: {error.strerror or error}; {outcome}")
             return False
         self._pending_lines = b""

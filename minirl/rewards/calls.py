@@ -109,5 +109,5 @@ def validate_number(value: Any) -> float | str | None:
     if not isfinite(number):
         return f"returned {short_repr(value)}; expected a finite number"
     if abs(number) > MAX_REWARD:
-        return f"returned {short_repr(value)}; larger than {MAX_REWARD:g}, so the loss could overflow"
+        return f"returned {short_repr(value)}; a magnitude above {MAX_REWARD:g} could overflow the loss"
     return number

@@ -40,7 +40,7 @@ def load_reward_model(
     tokenizer = ChatTokenizer(folder, chat=chat, template_arguments=template_arguments)
     refuse(
         chat and tokenizer.backend.chat_template is None,
-        f"--reward-model {folder}: its tokenizer has no chat template; leave out --chat",
+        f"--reward-model {folder}: the tokenizer has no chat template; leave out --chat",
     )
     max_length = min(model.config.max_position_embeddings, max_tokens)
     pad_id = read_json_object(model_file(folder, "config.json")).get("pad_token_id")

@@ -246,8 +246,8 @@ class ShardedModel:
         if not math.isfinite(weight_norm):
             culprit = _first_nonfinite(self.masters)
             raise GuardError(
-                f"after this update the norm of the weights is {weight_norm}: {culprit}. They are not saved, and the "
-                "last checkpoint is unchanged; try a lower --lr"
+                f"after this update, the norm of the weights is {weight_norm}: {culprit}. The weights are not saved, "
+                "and the last checkpoint is unchanged; try a lower --lr"
             )
         self.refresh()
         return norm
@@ -397,7 +397,7 @@ def _first_nonfinite(tensors: Mapping[str, Tensor]) -> str:
     for name, tensor in tensors.items():
         if not math.isfinite(_total_norm([tensor])):
             return f"first in {name}"
-    return "each tensor's norm is finite, but the sum of their squares overflows"
+    return "each tensor's norm is finite, but the sum of the squared norms overflows"
 
 
 def _assign_weights(model: Transformer, weights: Mapping[str, Tensor]) -> None:
