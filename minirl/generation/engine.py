@@ -5,15 +5,15 @@ run, wait or stay parked between turns, and how requests share the cache. This f
 
 The engine handles token ids only, never text; a `StopTest` detects a turn's stop strings. Each rank decodes
 independently, and nothing in the engine is collective unless ranks share the model's layers (`model.shards`). Ranks
-that share layers begin each forward together (`_forward`), and a rank without tokens helps the other ranks
-(`_help_other_ranks`). A rollout depends only on its request and the weights, not on other requests in the batch. A
-generation phase ends when no request is left and the cache is empty, so new weights never read old keys and values. At
-the end of a phase, the engine frees the cache memory and the CUDA graphs unless `keeps_cache` is set.
+that share layers begin each forward together (`_forward`), and a rank without tokens takes part in the other ranks'
+forward passes (`_help_other_ranks`). A rollout depends only on its request and the weights, not on other requests in
+the batch. A generation phase ends when no request is left and the cache is empty, so new weights never read old keys
+and values. At the end of a phase, the engine frees the cache memory and the CUDA graphs unless `keeps_cache` is set.
 
 With asynchronous decoding, the engine launches a step before the host has read the tokens of the previous step. The
 unread tokens stay on the device as the next step's input, so the device never waits for the host. The engine knows in
-advance when a request reaches its token limit. A request that ends with a stop token or stop string is decoded one
-token too far, and the extra token is discarded.
+advance when a request reaches its token limit. A request that ends with a stop token or stop string is decoded for one
+extra token, which is discarded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -105,12 +105,12 @@ class Engine:
         """Queue new requests and resume parked requests. Not collective.
 
         Consecutive requests with the same prompt share one prefill. For a parked request, only the new tokens are
-        computed, unless the request was evicted. Requests that already have sampled tokens go to the front of the
+        prefilled, unless the request was evicted. Requests that already have sampled tokens go to the front of the
         queue.
         weight_version: version to record with each token sampled from now on.
-        Raises InputError for a request with an empty prompt, with no token left to sample, or with too many tokens for
-        the model's positions or the cache. If any request is rejected, no request is queued, and parked requests stay
-        parked.
+        Raises InputError if a request has an empty prompt, has no tokens left to sample, or could grow beyond the
+        model's maximum number of positions or the cache. If any request is rejected, no request is queued, and parked
+        requests stay parked.
         """
         for request in requests:
             refuse(not request.prompt_ids, "the prompt is empty, so there is no hidden state to sample from")
@@ -139,7 +139,7 @@ class Engine:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether `step` has work: a request is queued or running, or has appended tokens to compute."""
+        """Whether `step` has work: a request is queued or running, or has appended tokens left to prefill."""
         return self._table.is_decoding
 
     @property
@@ -191,8 +191,8 @@ class Engine:
             rows = table.extend(rows)
             if len(rows):
                 self._decode_step(rows)
-            # With asynchronous decoding, the next call reads the tokens of the step just launched. Meanwhile, the
-            # device runs the launched step while the host handles finished requests and prepares the next step.
+            # With asynchronous decoding, the next call reads the tokens of the step just launched. The device runs the
+            # launched step while the host handles finished requests and prepares the next step.
             leaves_unread = self.async_decoding and len(rows) > 0
             finished += table.drain_readbacks(num_unread=int(leaves_unread))
         if not self.is_busy:
@@ -213,7 +213,10 @@ class Engine:
         return [finished[request.rollout_id] for request in requests]
 
     def sync(self) -> None:
-        """Help the ranks that share the model's layers until all of them are done. Collective among these ranks."""
+        """Take part in forward passes until all ranks that share the model's layers are done.
+
+        Collective among these ranks.
+        """
         while not self._help_other_ranks(is_done=True):
             pass
 
@@ -230,7 +233,7 @@ class Engine:
     def _forward(self, tokens: Tensor, layout: Layout, *, is_done: bool = False) -> Tensor:
         """Return the tokens' hidden states [T, D]. Collective among ranks that share the model's layers (`shards`).
 
-        is_done: whether this rank will have no more tokens to compute until all ranks are done.
+        is_done: whether this rank is done, i.e. contributes no more tokens until all ranks are done.
         """
         model = self.model
         if model.shard_group is not None:
@@ -244,9 +247,9 @@ class Engine:
 
     @torch.inference_mode()
     def _help_other_ranks(self, *, is_done: bool = False) -> bool:
-        """Help the ranks that share the model's layers compute their tokens. Collective among these ranks.
+        """Take part, without tokens, in a forward pass of the ranks that share the model's layers.
 
-        Return whether all ranks are done.
+        Return whether all of these ranks are done. Collective among these ranks.
         """
         if self.model.shard_group is None:
             return True
@@ -288,8 +291,8 @@ class Engine:
         """Prefill the appended tokens of resumed requests, each request up to the next cache block boundary.
 
         Each token is decoded as if it were the newest token of a separate sequence with the request's block table. One
-        step computes up to `max_prefill_tokens` appended tokens, and later steps compute the rest. Once all tokens of a
-        request are computed, the engine samples the next token, and the request runs.
+        step prefills up to `max_prefill_tokens` appended tokens, and later steps prefill the rest. Once all of a
+        request's tokens are prefilled, the engine samples the next token, and the request enters the running state.
 
         Example: 70 of a request's 110 tokens are cached, and a block holds 32 tokens. Tokens 70 to 95, the rest of the
         third block, are decoded as 26 sequences of 71 to 96 tokens. The next step decodes tokens 96 to 109 as 14

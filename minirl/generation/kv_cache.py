@@ -140,7 +140,7 @@ class KVCache:
 
         All arguments are on the device. positions int64 [B]: token positions. blocks int64 [B]: the block that stores
         each token. rows int64 [B]: the row of each token's sequence. tables int32 [B, n]: the block table of each
-        token's sequence, with garbage beyond the token's block.
+        token's sequence; entries past the token's block are arbitrary.
         tokens_per_sequence: number of tokens per sequence; None if each sequence has one token.
         """
         slot_mapping = SlotMapping(self.pool, rows, blocks, positions % self.block_size)
@@ -163,10 +163,10 @@ class PortableMetadataBuilder:
             index_decode,
             num_kv_heads=config.num_key_value_heads,
             groups=groups,
-            # Minimum number of sequences whose queries the kernel multiplies by each block.
+            # Minimum number of slots per block and KV head (see `DecodeIndex`).
             min_users=ceil_div(num_queries, groups),
         )
-        # The block tables for which the indices were built, with -1 beyond each token's block.
+        # The block tables for which the indices were built; entries past each token's block are -1.
         self._tables = np.zeros((0, 0), np.int32)
         self._indices: dict[int | None, DecodeIndex] = {}
 

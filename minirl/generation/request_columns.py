@@ -36,8 +36,8 @@ class RequestColumns:
         self.requests: dict[int, Request] = {}
         self._columns = np.zeros(num_rows, COLUMNS)
         self._tokens = np.zeros((num_rows, 0), TOKEN)
-        # All stop tokens so far, and whether any request so far has a stop test. `append_tokens` uses these two fields
-        # to skip most rows.
+        # All stop tokens seen so far, and whether any request so far has a `StopTest`. `append_tokens` uses these two
+        # fields to skip most rows.
         self._stop_ids: frozenset[int] = frozenset()
         self._has_stop_tests = False
 

@@ -18,7 +18,7 @@ running   The request's row caches all tokens except the newest. Each step sampl
           token limit, or when the host sees a stop token or a completed stop string. With asynchronous decoding, one
           more token is in flight by then, and this token is discarded.
 parked    The request keeps its row for the next turn, but occupies no slot in the batch.
-appended  The request's next turn was submitted with new tokens. The tokens that are not cached yet are computed, one
+appended  The request's next turn was submitted with new tokens. The tokens that are not cached yet are prefilled, one
           cache block per step.
 
 When blocks run out, the table first evicts the prefilled prefix of a waiting group, then parked requests, starting with
@@ -107,12 +107,12 @@ class RequestTable:
         self.columns = RequestColumns(self._num_rows)
 
     def free_memory(self) -> None:
-        """Drop the tokens and stop tokens of finished requests."""
+        """Drop the stored tokens and the stop-token ids of finished requests."""
         self.columns = RequestColumns(self._num_rows)
 
     @property
     def is_decoding(self) -> bool:
-        """Whether any request is queued or running, or has appended tokens to compute."""
+        """Whether any request is queued or running, or has appended tokens left to prefill."""
         return bool(len(self.running) or self.queue or self.appended)
 
     @property
@@ -203,14 +203,17 @@ class RequestTable:
             if not group.requests:
                 self.queue.popleft()
             elif not has_room:
-                # The first request is always admitted. Without free blocks for a fork, this request takes over the
-                # prefix's row.
+                # The first request is always admitted. If there are not enough free blocks for a fork, this request
+                # takes over the prefix's row.
                 self.queue[0] = PrefixGroup(*group.requests)
                 group.requests.clear()
         return admitted
 
     def _num_headroom_blocks(self) -> int:
-        """Return how many blocks the requests with rows may need for their headroom, within their token limits."""
+        """Return how many more blocks running, appended and parked requests may need as headroom.
+
+        The headroom of each request is capped by the request's token limit.
+        """
         rows = np.array([*self.running, *self.appended, *self.parked.values()], np.int64)
         new_lengths = self.columns["length"][rows] + self.headroom_tokens
         new_lengths = np.minimum(new_lengths, self.columns["max_length"][rows])
@@ -241,7 +244,7 @@ class RequestTable:
         return rows[self._blocks.lengths[rows] < self.columns["max_length"][rows] - 1]
 
     def extend(self, rows: IntArray) -> IntArray:
-        """Add cache space for one more token to each request in these rows; return the rows of requests that still run.
+        """Reserve cache space for one more token per request; return the rows of the requests that are still running.
 
         If blocks run out and nothing can be evicted, the youngest request is preempted, because the youngest request
         usually has the fewest tokens to recompute. The oldest request is preempted last. `Engine.submit` rejects

@@ -52,7 +52,7 @@ def _splitmix64(x: Number) -> Number:
 
 
 def _shift_right(x: Number, bits: int) -> Number:
-    """Shift the lowest 64 bits of x right as an unsigned number, by masking off the bits shifted in from the left."""
+    """Logically shift the lowest 64 bits of x right by masking off the bits shifted in from the left."""
     kept_bits = (1 << (64 - bits)) - 1
     return (x >> bits) & kept_bits
 
@@ -116,9 +116,9 @@ def inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
 def _first_index_above(cdf: Tensor, target: Tensor) -> Tensor:
     """Return the first index [B, 1] at which `cdf` [B, W] exceeds `target` [B, 1], or the last index if there is none.
 
-    A uniform number is at most 1 - 2^-53, so a target that is a uniform number times the CDF's final value is always
-    exceeded, unless the CDF is NaN. A NaN in the CDF is revealed by the sampled token's logprob, which is then NaN,
-    too.
+    A uniform number is at most 1 - 2^-53, so the CDF always exceeds a target equal to the uniform number times the
+    CDF's final value, unless the CDF is NaN. A NaN in the CDF is revealed by the sampled token's logprob, which is then
+    NaN, too.
     """
     index = torch.searchsorted(cdf, target, right=True)
     return index.clamp_(max=cdf.shape[1] - 1)
@@ -168,10 +168,10 @@ def sample(
 
 
 def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> None:
-    """Set the logits of tokens that top-k or top-p excludes to -inf, like transformers' logits processors.
+    """Set to -inf the logits of tokens excluded by top-k or top-p, as transformers' logits processors do.
 
-    Changes the logits fp32 [B, V], already divided by the temperature, in place. top_k and top_p [B] are `Truncation`
-    fields. A row with top_k 0 or temperature 0 keeps all tokens.
+    Modifies the logits in place. The logits are fp32 [B, V] and already divided by the temperature. top_k and top_p [B]
+    are `Truncation` fields. A row with top_k 0 or temperature 0 keeps all tokens.
     """
     width = min(MAX_TOP_K, logits.shape[1])
     top_logits, ids = logits.topk(width)

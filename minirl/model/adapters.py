@@ -126,7 +126,7 @@ def peft_config(
     """
     assert config.adapters is not None
     targets = dict.fromkeys(name.split(".")[-2] for name in names if is_adapter(name))
-    # PEFT treats modules with certain names as experts, whose weights transformers stacks.
+    # PEFT treats modules with certain names as experts, because the transformers library stacks expert weights.
     expert_names = _EXPERT_PROJECTIONS if config.hf_backend is not None and "expert" in str(raw) else ()
     modules = [name for name in targets if name not in expert_names]
     # Match only the language model, because layers of the vision encoder may have the same names.

@@ -1,16 +1,16 @@
 """Attention layouts and kernel dispatch.
 
-A layout assigns the tokens of a stream to sequences. A `PackedLayout` contains whole sequences end to end (training,
-scoring, prefill); a prefix that several sequences share is computed only once. A `DecodeLayout` contains the next
-tokens of cached sequences. `attend` accepts either layout, so the model needs only one forward.
+A layout assigns packed tokens to sequences. A `PackedLayout` contains whole sequences end to end (training, scoring,
+prefill); a prefix that several sequences share is processed only once. A `DecodeLayout` contains the next tokens of
+cached sequences. `attend` accepts either layout, so the model needs only one forward.
 
-All kernels compute the same attention. Packed streams use flash-attn or torch's varlen kernel (CUDA, 16-bit, head
-dimension up to 256 and a multiple of 8), and `portable_attention` in all other cases. Decoding uses `paged_attention`
+All kernels compute the same attention. Packed sequences use flash-attn or torch's varlen kernel (CUDA, 16-bit dtypes,
+head dimension up to 256 and a multiple of 8); all other cases use `portable_attention`. Decoding uses `paged_attention`
 on CUDA and `portable_attention` on the CPU.
 
 Positions start at 0 in each sequence. Attention is always causal; with window w, a token attends to itself and the
 w - 1 tokens before it. Only the portable kernel takes a mask: `portable_attention.index_packed` builds the mask for
-packed streams, and `generation.kv_cache` builds the mask for decoding. The other kernels take lengths and a window.
+packed sequences, and `generation.kv_cache` builds the mask for decoding. The other kernels take lengths and a window.
 `padding` handles padding.
 
 Shapes: H query heads, K key/value (KV) heads, C channels per head; T' computed tokens; S cache blocks.
@@ -38,7 +38,7 @@ PAGED_BLOCK = 128
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Return the kernel for packed streams: "flash", "varlen" (torch's own) or "portable"."""
+    """Return the kernel for packed sequences: "flash", "varlen" (torch's built-in kernel) or "portable"."""
     if device.type != "cuda" or dtype.itemsize != 2 or head_dim % 8 or head_dim > 256:
         return "portable"
     return "flash" if has_flash_attn() else "varlen"
@@ -146,9 +146,9 @@ class _Memo:
 
 
 class Sequence(NamedTuple):
-    """A sequence in a packed stream. The first `num_shared` tokens are shared with the sequence at index `parent`.
+    """One of several packed sequences. The first `num_shared` tokens are shared with the sequence at index `parent`.
 
-    The parent comes earlier in the stream and may itself have a parent. A sequence without a parent shares no tokens.
+    The parent comes earlier in the batch and may itself have a parent. A sequence without a parent shares no tokens.
     """
 
     length: int
@@ -160,13 +160,13 @@ class Sequence(NamedTuple):
 class PackedLayout(_Memo):
     """N whole sequences, concatenated end to end.
 
-    The stream has T tokens, the sum of the lengths. The model computes only T' <= T tokens, because tokens that a
-    sequence shares with its parent are computed once, as part of the parent. For example, with the sequences
-    `Sequence(3)` and `Sequence(5, parent=0, num_shared=2)`, T is 8 and T' is 6:
+    The packed batch has T tokens, the sum of the lengths. The model processes only T' <= T tokens (the computed
+    tokens), because tokens shared with a parent are processed once, as part of the parent. For example, with the
+    sequences `Sequence(3)` and `Sequence(5, parent=0, num_shared=2)`, T is 8 and T' is 6:
 
-        stream            a  b  c  a  b  d  e  f
-        hidden_index      0  1  2  0  1  3  4  5     index of each stream token in the T' hidden states
-        computed_tokens   0  1  2        5  6  7     stream index of each of the T' computed tokens
+        packed tokens     a  b  c  a  b  d  e  f
+        hidden_index      0  1  2  0  1  3  4  5     index of each packed token in the T' hidden states
+        computed_tokens   0  1  2        5  6  7     index of each of the T' computed tokens among the T packed tokens
         positions         0  1  2        2  3  4     position of each computed token in its sequence
 
     slot_mapping: cache slots for the keys and values, or None without a cache. Cached sequences share no tokens.
@@ -193,7 +193,7 @@ class PackedLayout(_Memo):
 
     @functools.cached_property
     def cu_seqlens(self) -> Tensor:
-        """Cumulative sequence lengths: where each sequence starts in the stream, and the total; int32 [N + 1]."""
+        """Cumulative sequence lengths: where each packed sequence starts, and the total; int32 [N + 1]."""
         return self._cumulative_lengths(self.lengths)
 
     @functools.cached_property
@@ -217,12 +217,12 @@ class PackedLayout(_Memo):
 
     @functools.cached_property
     def hidden_index(self) -> Tensor:
-        """Index of each stream token in the model's hidden states, int64 [T]."""
+        """Index of each packed token in the model's hidden states, int64 [T]."""
         return to_device(np.concatenate([np.arange(0), *self.hidden_state_rows]), self.device)
 
     @functools.cached_property
     def computed_tokens(self) -> Tensor:
-        """Stream indices of the computed tokens, int64 [T']."""
+        """Index of each computed token among the packed tokens, int64 [T']."""
         first_tokens = self.lengths.cumsum() - self.num_computed
         return to_device(concatenated_ranges(first_tokens, self.num_computed), self.device)
 
@@ -291,7 +291,7 @@ def _attend_varlen(
         # align the queries with the last keys. This alignment is correct, because the shared tokens come first.
         k = k.index_select(0, layout.hidden_index)
         v = v.index_select(0, layout.hidden_index)
-    # Maximum number of keys that a query sees to the left and to the right; -1 means no limit.
+    # Maximum number of keys to the left and to the right that a query attends to; -1 means no limit.
     kernel_options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
     if kernel == "flash":
         from flash_attn import flash_attn_varlen_func as attend_sequences

@@ -1,12 +1,13 @@
 """Batch-invariant matmuls: a row's result does not depend on the number of rows.
 
 Sampling and scoring process the same token in batches of different sizes. Sampling and scoring logprobs are bitwise
-equal only if every matmul computes the same bits for a row in any batch, but matrix libraries choose kernels by shape.
-Therefore, on the CPU, each rank runs on one thread (`ranks.process_group.start`), every matmul has at least MIN_COLUMNS
-columns, and bf16 operands are multiplied in fp32 if the CPU has no bf16 instructions (`matmul_dtype`). Everything else
-is measured on this machine, once per shape and dtype: `matmul_form` returns the number of rows to pad to, or the size
-of the tiles to split into. `is_batch_invariant` and, for attention, `portable_attention.min_queries` report whether the
-results are batch-invariant on this machine. Norms and elementwise functions are batch-invariant anyway.
+equal only if every matmul gives bitwise-identical results for a row in any batch, but matrix libraries choose kernels
+by shape. Therefore, on the CPU, each rank runs on one thread (`ranks.process_group.start`), every matmul has at least
+MIN_COLUMNS columns, and bf16 operands are multiplied in fp32 if the CPU has no bf16 instructions (`matmul_dtype`).
+Everything else is measured on this machine, once per shape and dtype: `matmul_form` returns the number of rows to pad
+to, or the size of the tiles to split into. `is_batch_invariant` and, for attention, `portable_attention.min_queries`
+report whether the results are batch-invariant on this machine. Norms and elementwise functions are already
+batch-invariant.
 
 On CUDA, matmuls are not made batch-invariant. Instead, every training step measures the gap between sampling and
 scoring logprobs.
@@ -39,7 +40,7 @@ class MatmulForm(NamedTuple):
 # The forms that `matmul_form` tries, fastest first. MKL and oneDNN use different kernels for few rows: 1 to 15 rows on
 # Intel CPUs; 1 to 3 rows on AMD CPUs, or up to 15 rows in small bf16 matmuls.
 FORMS = (MatmulForm(4), MatmulForm(8), MatmulForm(16), MatmulForm(64, is_tiled=True))
-# The form for matmuls that no form makes batch-invariant.
+# Fallback form for matmuls that no form in FORMS makes batch-invariant.
 INEXACT = MatmulForm(1)
 # Minimum number of columns of a matmul. With fewer columns, libraries use matrix-vector kernels, or kernels whose
 # rounding depends on the column index.
@@ -47,8 +48,8 @@ MIN_COLUMNS = 64
 # Largest bf16 operand, in elements, for which MKL's fp32 product is the fastest option with few rows.
 MAX_UPCAST_OPERAND = 1 << 15
 # Row counts that `matmul_form` tries: all small counts, counts around kernel block sizes, and larger counts for small
-# shapes, whose kernels change with the number of multiplications. Every form pads to at least the smallest probed
-# count.
+# shapes, for which libraries choose kernels by the number of multiplications. Every form pads to at least the smallest
+# probed count.
 PROBED_ROWS = (
     *range(FORMS[0].num_rows, 66),
     80,
@@ -113,8 +114,8 @@ def has_bf16_instructions() -> bool:
 def matmul_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the CPU's matmul dtype for `dtype` operands: fp32 for bf16 without bf16 instructions, else `dtype`.
 
-    Without bf16 instructions, a bf16 matmul takes 2 to 12 times as long as an fp32 matmul of the same operands, and a
-    row's bits depend on the number of rows. The result of the fp32 matmul is rounded to bf16.
+    Without bf16 instructions, a bf16 matmul takes 2 to 12 times as long as an fp32 matmul of the same operands, and the
+    result for a row depends on the number of rows. The result of the fp32 matmul is rounded to bf16.
     """
     return torch.float32 if dtype == torch.bfloat16 and not has_bf16_instructions() else dtype
 
@@ -163,7 +164,7 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        """Return the gradients of x, weight and bias."""
+        """Return the gradients with respect to x, weight and bias."""
         x, weight = ctx.saved_tensors
         upcast_dtype = matmul_dtype(grad.dtype)
         upcast_grad = grad.to(upcast_dtype)
@@ -207,7 +208,7 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 
 
 def mm_fp32_out(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply a by b, each rounded to `dtype`; accumulate and return the product in fp32 (fp64 for fp64)."""
+    """Multiply a by b, each rounded to `dtype`; accumulate and return the product in fp32 (fp64 if `dtype` is fp64)."""
     upcast_dtype = at_least_fp32(dtype)
     if a.device.type != "cpu" and dtype != upcast_dtype:
         return torch.mm(a.to(dtype), b.to(dtype), out_dtype=upcast_dtype)
@@ -225,7 +226,7 @@ def mm_fp32_out(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return contiguous logits [T, V] for hidden [T, D] and weight [V, D], accumulated in fp32 (fp64 for fp64)."""
+    """Return contiguous logits [T, V] for hidden [T, D] and weight [V, D], accumulated in at least fp32."""
     if hidden.device.type != "cpu":
         return _head_matmul(hidden, weight)
     form = matmul_form(weight.shape[1], len(weight), matmul_dtype(hidden.dtype), is_head=True)
@@ -233,16 +234,16 @@ def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _head_matmul(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return the fp32 product [T, V] (fp64 for fp64) of hidden [T, D] and weight [V, D]."""
+    """Return the product [T, V] of hidden [T, D] and weight [V, D], in at least fp32."""
     return mm_fp32_out(hidden, weight.t(), hidden.dtype)
 
 
 @measured
 def matmul_form(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool = False) -> MatmulForm:
-    """Return the fastest form in which each row of x [T, in] @ W [in, out] has the same bits at every T.
+    """Return the fastest form in which each row of x [T, in] @ W [in, out] is bitwise identical for every T.
 
-    Return INEXACT if there is no such form, or if torch uses several threads, because multithreaded matmuls guarantee
-    nothing. is_head: whether to measure `head_logits` instead of `linear`.
+    Return INEXACT if there is no such form, or if torch uses several threads, because multithreaded matmuls are not
+    guaranteed to be batch-invariant. is_head: whether to measure `head_logits` instead of `linear`.
     """
     if torch.get_num_threads() > 1:
         return INEXACT
@@ -265,7 +266,7 @@ def matmul_form(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool 
 
 
 def _column_shards_match(num_in: int, num_out: int, dtype: torch.dtype, num_parts: int) -> bool:
-    """Return whether columns computed in parts, as in `shards`, match the full matmul bitwise."""
+    """Return whether computing columns in parts, as `shards` does, is bitwise identical to the full matmul."""
     num_columns = min(num_out, MAX_PROBED_WEIGHT // num_in)
     (x,), (weight,) = cancelling_operands(1, 128, num_in, num_columns, dtype)
     x, weight = x.to(dtype), weight.to(dtype)
@@ -284,10 +285,11 @@ def is_batch_invariant(
     is_head: bool = False,
     num_shards: int = 1,
 ) -> bool:
-    """Return whether each row of x [T, in] @ W [in, out] has the same bits at every T, for all `shapes` (in, out).
+    """Return whether each row of x [T, in] @ W [in, out] is bitwise identical for every T, for all `shapes` (in, out).
 
-    Measures `linear`, or `head_logits` if `is_head`. With several shards, also measures whether columns computed in
-    `num_shards` parts, as in `shards`, match the full matmul. Returns False on CUDA, without measuring.
+    Measures `linear`, or `head_logits` if `is_head`. With several shards, also measures whether computing the columns
+    in `num_shards` parts, as `shards` does, gives bitwise the same result as the full matmul. Returns False on CUDA,
+    without measuring.
     """
     if device.type != "cpu":
         return False

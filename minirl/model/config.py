@@ -1,4 +1,4 @@
-"""A decoder's shape and features. Fields have the names of their config.json keys where such keys exist."""
+"""A decoder's shape and features. Fields are named after the corresponding config.json keys, where those exist."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -52,7 +52,11 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA settings: each linear layer in attention and the MLP is frozen, and adds alpha / rank (x A^T) B^T."""
+    """LoRA settings.
+
+    Each linear layer in attention and the MLP is frozen, and a trained term alpha / rank (x A^T) B^T is added to the
+    layer's output.
+    """
 
     rank: int
     alpha: float = 16.0

@@ -75,7 +75,7 @@ _VISION_MODELS = {
     "qwen3_5": VisionModel("qwen3_5_text", "model.language_model."),
     "gemma3": VisionModel("gemma3_text", "language_model.model."),
 }
-# Keys that are rejected unless null, because the gate's small models would not reveal the effect of these keys.
+# Keys that are rejected unless null, because a comparison of small models would not reveal their effects.
 _UNSUPPORTED_KEYS = {"attn_logit_softcapping", "auto_map", "final_logit_softcapping", "quantization_config"}
 # Supported suffixes for the class name in `architectures`. Other classes may use the same weights differently.
 _CLASSIFIER_SUFFIX = "ForSequenceClassification"

@@ -35,7 +35,7 @@ def resolve_folder(model: str, *, flag: str = "--model", with_weights: bool = Tr
     looks_like_path = model.startswith((".", "/"))
     refuse(
         folder.exists() or looks_like_path,
-        f"{flag} {model}: contains no config.json; give a Hugging Face folder or Hub id",
+        f"{flag} {model}: no config.json found; pass a Hugging Face model folder or Hub id",
     )
     from huggingface_hub import snapshot_download
 

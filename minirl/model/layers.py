@@ -55,7 +55,7 @@ class GatedActivation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Return the gradients of gate and up."""
+        """Return the gradients with respect to gate and up."""
         gate, up = ctx.saved_tensors
         with torch.enable_grad():
             gate = gate.detach().requires_grad_()
@@ -65,9 +65,9 @@ class GatedActivation(torch.autograd.Function):
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` with batch-invariant products and an optional LoRA adapter: x W^T + scale (x A^T) B^T.
+    """`nn.Linear` with batch-invariant matmuls and an optional LoRA adapter: x W^T + scale (x A^T) B^T.
 
-    The adapter is never merged into the weight, so decoding, scoring and training compute the same bits.
+    The adapter is never merged into the weight, so results are bitwise identical in decoding, scoring and training.
     lora_scale: alpha / rank, or 0 without an adapter.
     """
 

@@ -1,6 +1,6 @@
 """Logits over vocabulary chunks, and their log-softmax.
 
-Sampling and scoring share these functions, so both compute the same bits.
+Sampling and scoring share these functions, so their results are bitwise identical.
 """
 
 import torch

@@ -22,8 +22,8 @@ def pad_rows(x: Tensor, num_rows: int) -> Tensor:
 def graph_batch_size(num_requests: int, max_requests: int) -> int:
     """Return the batch size of the CUDA graph for `num_requests`, at most `max_requests`.
 
-    The size is a power of two up to GRAPH_STEP, and a multiple of GRAPH_STEP above GRAPH_STEP: with powers of two
-    alone, nearly half of the rows could be padding.
+    Sizes are powers of two up to GRAPH_STEP, and multiples of GRAPH_STEP beyond it. With powers of two alone, nearly
+    half of the rows could be padding.
     """
     size = next_power_of_two(num_requests)
     if size > GRAPH_STEP:

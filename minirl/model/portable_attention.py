@@ -3,12 +3,12 @@
 Attention multiplies queries by keys, takes the softmax, and multiplies the probabilities by values. Keys and values are
 split into key blocks of BLOCK tokens. Each matmul with values sums over exactly one key block, and the results of all
 key blocks are added in order in fp32. A masked key has probability 0 and adds nothing, so including additional key
-blocks changes nothing. A token's output therefore has the same bits in training, prefill and decoding (see
+blocks changes nothing. A token's output is therefore bitwise identical in training, prefill and decoding (see
 `batch_invariance`).
 
 An index specifies which queries to multiply by which keys, and serves all layers with the same window. `index_packed`
-builds the index for `attend_packed` (a stream of whole sequences), and `index_decode` builds the index for `decode`
-(one new token per cached sequence). `mask_keys` builds the mask for both kernels.
+builds the index for `attend_packed` (packed whole sequences), and `index_decode` builds the index for `decode` (one new
+token per cached sequence). `mask_keys` builds the mask for both kernels.
 
 Shapes: H query heads; K key/value (KV) heads; g = H / K query heads per KV head; C channels per head; T' computed
 tokens (see `attention.PackedLayout`).
@@ -27,16 +27,16 @@ from minirl.model import batch_invariance
 
 # An `attention.Sequence`: the length, the parent, and the number of tokens shared with the parent.
 _PackedSequence = tuple[int, int | None, int]
-# Blocks of a pool, and the rows to multiply by these blocks. Each block and KV head has the same number of rows.
+# Blocks of a pool, and the rows to multiply by these blocks. Every (block, KV head) pair has the same number of rows.
 _BlockSet = tuple[slice | Tensor, slice]
 # Number of tokens per key block, and per cache block on the CPU. Masked keys cost as much as visible keys, so short
 # sequences favor small blocks. Compared with blocks of 128 tokens, an update in bf16 takes 0.8x the time for sequences
 # of 15 tokens, 1x for 1,000 tokens, and 1.1x for 4,000 tokens.
 BLOCK = 32
-# Decoding multiplies all blocks of a pool up to the highest block that is read, in place. If at most 1 / COPY_FACTOR of
-# these blocks are read, decoding instead multiplies copies of the blocks that are read.
+# Decoding multiplies, in place, all of a pool's blocks up to the highest block that is read. If at most 1 / COPY_FACTOR
+# of these blocks are read, decoding instead multiplies copies of the blocks that are read.
 COPY_FACTOR = 1.5
-# Sizes of query blocks in packed streams, in tokens. Each block has the smallest size that fits its queries.
+# Query block sizes, in tokens, for packed sequences. Each block has the smallest size that fits its queries.
 QUERY_BLOCK_SIZES = (16, 32, 64)
 # Row counts that `min_queries` tries.
 PROBED_ROWS = (*range(1, 18), 24, 31, 32, 33, 48, 63, 64, 96, 112, 128)
@@ -46,13 +46,13 @@ PROBED_ROWS = (*range(1, 18), 24, 31, 32, 33, 48, 63, 64, 96, 112, 128)
 def min_queries(head_dim: int, dtype: torch.dtype) -> int | None:
     """Return the smallest number of queries that `decode` may multiply by a key block on this machine's CPU.
 
-    Measures products laid out as in `decode` and `attend_packed`: with at least this number of rows, each row has the
-    same bits in all of these products. Return None if 16 rows are too few.
+    Measures matmuls laid out as in `decode` and `attend_packed`: with at least this many rows, each row is bitwise
+    identical across all of these matmuls. Return None if 16 rows are too few.
     """
     num_rows = PROBED_ROWS[-1]
     q, k = batch_invariance.cancelling_operands(4, num_rows, head_dim, 2 * BLOCK, dtype)
     probs, v = batch_invariance.cancelling_operands(4, num_rows, BLOCK, head_dim, dtype)
-    # Probabilities and values for two key blocks; only the second block is multiplied.
+    # Probabilities and values span two key blocks, but only the second block takes part in the matmul.
     probs = F.pad(probs, (BLOCK, 0))
     v = F.pad(v.transpose(1, 2), (0, 0, BLOCK, 0))
     mismatched = [rows for rows in PROBED_ROWS if not _rows_match_bitwise(q, k, probs, v, rows)]
@@ -67,20 +67,21 @@ def _rows_match_bitwise(
     v: Tensor,
     num_rows: int,
 ) -> bool:
-    """Return whether products of `num_rows` rows match the full products bitwise, for batches of 1, 2 and n matrices.
+    """Return whether matmuls of `num_rows` rows match the full matmuls bitwise, for batches of 1, 2 and n matrices.
 
     Multiplies q [n, R, C] by k, and probs [n, R, 2 x BLOCK] by the second block of v; k and v are [n, 2 x BLOCK, C].
     """
     scores = torch.bmm(q, k.transpose(1, 2))
     out = torch.bmm(probs[..., BLOCK:], v[:, BLOCK:])
-    # The cache stores a key block as [C, BLOCK], whereas a packed stream is multiplied through a transposed view.
+    # The cache stores a key block as [C, BLOCK], whereas packed keys [keys, C] are passed to the matmul as a transposed
+    # view.
     cached_k = k[:, BLOCK:].transpose(1, 2).contiguous()
     cached_v = v[:, BLOCK:].contiguous()
     for n in (1, 2, len(q)):
         for start in range(0, q.shape[1] - num_rows + 1, num_rows):
             rows = slice(start, start + num_rows)
             row_q, row_probs = q[:n, rows].contiguous(), probs[:n, rows].contiguous()
-            # The operands of each product, and the full product whose rows the result should match.
+            # The operands of each matmul, and the full product with the rows that the result should match.
             products = [
                 (row_q, cached_k[:n], scores[..., BLOCK:]),
                 (row_probs[..., BLOCK:].contiguous(), cached_v[:n], out),
@@ -94,11 +95,11 @@ def _rows_match_bitwise(
 
 
 class _QueryBlocks(NamedTuple):
-    """n query blocks of R queries that see the same number of key blocks, multiplied as one batched product.
+    """n query blocks of R queries that attend to the same number of key blocks, multiplied as one batched matmul.
 
     queries int64 [n x K x R]: the queries, as rows of q [T' x K, g x C].
-    keys int64 [n x K x key blocks x BLOCK]: the keys that these queries see, as rows of k and v [T' x K, C].
-    mask fp32 [n, 1, R, 1, key blocks x BLOCK]: added to the scores; 0 where a query sees a key, else -inf.
+    keys int64 [n x K x key blocks x BLOCK]: the keys that these queries attend to, as rows of k and v [T' x K, C].
+    mask fp32 [n, 1, R, 1, key blocks x BLOCK]: added to the scores; 0 where a query attends to a key, -inf elsewhere.
 
     Past the end of a sequence, `queries` and `keys` repeat another query or key of the same sequence.
     """
@@ -109,7 +110,7 @@ class _QueryBlocks(NamedTuple):
 
 
 class PackedIndex(NamedTuple):
-    """The queries and keys of a stream that `attend_packed` multiplies together.
+    """The queries and keys of packed sequences, grouped into the query blocks that `attend_packed` multiplies.
 
     output_index int64 [T' x K]: index of each row of q [T' x K, g x C] in the concatenated query blocks.
     """
@@ -121,20 +122,20 @@ class PackedIndex(NamedTuple):
 class _QuerySpan(NamedTuple):
     """One query block of a sequence. Positions are relative to the start of the sequence."""
 
-    stream_start: int  # index of the sequence's first token in the stream
+    stream_start: int  # index of the sequence's first token among the packed tokens
     first_query: int  # position of the first query
     end: int  # position after the last query; the last query's token is the newest visible key
-    first_key: int  # start position of the oldest key block that the first query sees
+    first_key: int  # start position of the oldest key block that the first query attends to
 
 
 def index_packed(
     sequences: Iterable[_PackedSequence], hidden_index: Tensor, window: int | None, num_kv_heads: int
 ) -> PackedIndex:
-    """Index attention over a stream of sequences.
+    """Build the index for attention over packed sequences.
 
-    Tokens that a sequence shares with its parent have no queries in that sequence, because the model computes these
+    Tokens that a sequence shares with its parent have no queries in that sequence, because the model processes these
     tokens as part of the parent.
-    hidden_index int64 [T]: index of each stream token in the model's hidden states.
+    hidden_index int64 [T]: index of each packed token in the model's hidden states.
 
     Example: sequences of 64 and 72 tokens, K = 1, no window. Their query blocks are
 
@@ -214,7 +215,10 @@ def mask_keys(
     query: Tensor,
     window: int | None,
 ) -> Tensor:
-    """Return a mask: fp32 0 where a query sees a key, else -inf. The int64 positions `key` and `query` broadcast."""
+    """Return a mask, fp32: 0 where a query attends to a key, -inf elsewhere.
+
+    The int64 position tensors `key` and `query` are broadcast against each other.
+    """
     is_masked = key > query
     if window is not None:
         is_masked |= key <= query - window
@@ -244,7 +248,7 @@ def attend_packed(
         scores = batch_invariance.bmm(block_q, block_k.transpose(1, 2))
         scores = scores.view(n, num_kv_heads, num_queries, groups, num_keys)
         probs = _softmax(scores, blocks.mask, dim).view(-1, num_rows, num_keys)
-        # One product per key block.
+        # One matmul per key block.
         products = map(batch_invariance.bmm, probs.split(BLOCK, 2), block_v.split(BLOCK, 1))
         block_out = _sum_in_order(products).to(q.dtype)
         outputs.append(block_out.view(-1, groups * dim))
@@ -254,20 +258,21 @@ def attend_packed(
 class DecodeIndex(NamedTuple):
     """The blocks of a cache pool that each of B requests reads in a decode step, for all layers with the same window.
 
-    A request has up to n entries: the blocks in its block table, starting with the first block that its token sees.
+    A request has up to n entries: the blocks in its block table, starting with the block of the oldest key that a token
+    in the last block can attend to.
     keys int64 [B, n x BLOCK]: the position of each entry's keys in the request's sequence.
     unused_entries bool [B, 1, n, 1]: entries beyond a request's last block, whose results are set to 0.
 
     The portable kernel multiplies each block once, for all of the block's users (the requests that read the block).
     Each user has one slot per KV head. A slot contains the g query heads that share the KV head, as g rows of the
-    products. All blocks of a batched product must have the same number of slots, so there are up to two `block_sets`:
+    products. All blocks of a batched matmul must have the same number of slots, so there are up to two `block_sets`:
 
     - Each live block has `min_users` slots per KV head. Normally, the live blocks are all blocks of the pool up to the
-      highest block that is read, and they are multiplied in place. If only a few of these blocks are read, the live
-      blocks are copies of the blocks that are read (ids int64).
+      highest block that is read, and they are multiplied in place. If only a few of these blocks are read, those few
+      are copied, and the copies serve as the live blocks (ids int64).
     - Blocks with more users, such as the full blocks of a group's prompt, appear again after the live blocks (ids
-      int64), each with as many slots as the block with the most users needs. The slots of these blocks among the live
-      blocks stay empty.
+      int64), each with enough slots for the most-shared block. These blocks' slots in the list of live blocks stay
+      empty.
 
     Slots are ordered by block, then KV head, then user. The kernel gathers rows with these int64 indices:
 
@@ -307,17 +312,17 @@ def index_decode(
     groups: int,
     min_users: int,
 ) -> DecodeIndex:
-    """Index a decode step for requests with these block tables, on the CPU.
+    """Build the index for one decode step from the requests' block tables, on the CPU.
 
-    tables int32 [B, columns]: block tables, with -1 beyond the block of a request's newest token.
+    tables int32 [B, columns]: block tables; entries past the block of a request's newest token are -1.
     groups: number of query heads per KV head.
-    min_users: number of slots per live block and KV head. Products with fewer queries could round differently (see
+    min_users: number of slots per live block and KV head. Matmuls with fewer queries could round differently (see
     `min_queries`).
     """
     num_blocks = (tables >= 0).sum(1)
     first_block = np.zeros_like(num_blocks)
     if window is not None:
-        # The oldest key that the first token of the last block sees.
+        # The oldest key that the first token of the last block attends to.
         oldest_key = (num_blocks - 1) * BLOCK - window + 1
         first_block = oldest_key.clip(min=0) // BLOCK
     num_entries = num_blocks - first_block
@@ -329,8 +334,8 @@ def index_decode(
 
     block_sets, slot = _assign_slots(block, num_kv_heads, groups, min_users)
 
-    # Beyond its last block, a request reads that block again. Another request's block could contain NaN, and NaN plus
-    # the -inf of the mask is NaN.
+    # Entries past a request's last block point to that last block again. Another request's block could contain NaN, and
+    # NaN plus the -inf of the mask is NaN.
     first_entry = num_entries.cumsum() - num_entries
     clamped_column = np.minimum(column, num_entries[:, None] - 1)
     entry = first_entry[:, None] + clamped_column  # [B, n]
@@ -406,7 +411,7 @@ def decode(
     """Compute attention of the newest tokens q [B, H, C] over a pool -> [B, H, C].
 
     keys [S, K, C, BLOCK] and values [S, K, BLOCK, C]: the pool of S blocks.
-    mask fp32 [B, 1, n x BLOCK]: added to the scores; 0 where a request sees a key, else -inf.
+    mask fp32 [B, 1, n x BLOCK]: added to the scores; 0 where a request attends to a key, -inf elsewhere.
     Each block is multiplied once for all its users. The softmax covers each request's own blocks.
     """
     num_requests, num_heads, dim = q.shape
@@ -442,13 +447,13 @@ def _multiply_blocks(
 
 
 def _softmax(scores: Tensor, mask: Tensor, dim: int) -> Tensor:
-    """Return the softmax of scores [..., keys] / sqrt(dim) + mask, computed in fp32, in the dtype of the scores."""
+    """Compute softmax(scores [..., keys] / sqrt(dim) + mask) in at least fp32; return it in the scores' dtype."""
     masked_scores = torch.add(mask, scores, alpha=1 / math.sqrt(dim))
     return torch.softmax(masked_scores, -1).to(scores.dtype)
 
 
 def _sum_in_order(parts: Iterable[Tensor]) -> Tensor:
-    """Add tensors one after another in fp32 (fp64 for fp64)."""
+    """Sum tensors sequentially, accumulating in fp32 (in fp64 for fp64 inputs)."""
     first, *rest = parts
     total = first.to(batch_invariance.at_least_fp32(first.dtype))
     for part in rest:

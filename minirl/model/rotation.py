@@ -25,7 +25,7 @@ def rope_table(rope: Rope, num_positions: int, device: torch.device) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: Tensor, scale: float = 1.0) -> Tensor:
-    """Multiply x [T, heads, C] by `scale` and rotate it, in fp32 (fp64 for fp64), rounding once.
+    """Multiply x [T, heads, C] by `scale` and apply the rotation in fp32 (in fp64 if x is fp64), rounding once.
 
     rotation [2, T, 1, R]: `rope_table` at these tokens' positions. A channel pair (a, b), paired as in Hugging Face,
     becomes (a cos - b sin, b cos + a sin). The table's signed sin includes the minus sign.

@@ -49,7 +49,7 @@ class ShardGroup:
         """Begin a pass through the layers (collective); if no rank has tokens, the ranks skip the layers.
 
         num_rows: number of this rank's activation rows, including padding.
-        is_done: whether this rank will have no more tokens until all ranks are done.
+        is_done: whether this rank is done, i.e. contributes no more tokens until all ranks are done.
         """
         own_state = torch.tensor([num_rows, has_tokens, is_done])
         rank_states = [torch.empty_like(own_state) for _ in range(self._num_ranks)]
@@ -94,8 +94,8 @@ class ShardGroup:
 class SharedLinear(Linear):
     """A linear layer whose rows are sharded across ranks. The forward is collective.
 
-    Every rank has the same number of weight rows, rounded up. The last ranks are padded with rows of zeros, whose
-    output columns are dropped.
+    Every rank has the same number of weight rows, rounded up. The last ranks' shards are padded with zero rows, and the
+    corresponding output columns are dropped.
     """
 
     def __init__(self, full_layer: Linear, shard_group: ShardGroup, adapters: Adapters | None):

@@ -1,4 +1,4 @@
-"""One decoder for all supported families, on packed streams. Parameters have Hugging Face names.
+"""A single decoder for all supported families, operating on packed tokens. Parameters have Hugging Face names.
 
 `Transformer.forward(tokens, positions, layout)` is the only forward; training, scoring, prefill and decoding pass
 different layouts. The forward returns hidden states, and callers compute the logits in chunks (`training.scoring`,
@@ -241,10 +241,10 @@ def make_meta_model(config: ModelConfig, *, recompute_layers: bool = False) -> T
 def is_batch_invariant(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, num_shards: int = 1
 ) -> bool:
-    """Return whether a token's results have the same bits in any batch, based on measurements on this machine.
+    """Return whether the model is batch-invariant: a token's results are bitwise identical in any batch.
 
-    Measures all of the model's matmuls. num_shards: number of parts into which decoding splits a layer's output
-    columns.
+    Measures all of the model's matmuls on this machine. num_shards: number of parts into which decoding splits a
+    layer's output columns.
     """
     if config.hf_backend is not None and not config.hf_backend.is_exact:
         return False

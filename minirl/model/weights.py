@@ -162,7 +162,7 @@ def passthrough_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
 
 
 def _is_passthrough(config: ModelConfig, name: str) -> bool:
-    """Return whether a folder's tensor with this name is saved with the model but not part of it."""
+    """Return whether the tensor with this name in a model folder is saved with the model but is not part of it."""
     return any(re.search(pattern, name) for pattern in config.passthrough_weight_patterns)
 
 

@@ -8,9 +8,9 @@ strengths beta, and c the cumulative sum of g within the chunk:
 
 `run_chunks` processes packed sequences in rounds, one chunk of every sequence per round. `run_row` computes the next
 row of each cached sequence from `DeltaStates`; when a new chunk begins, `StateCache` computes S' of the previous chunk.
-On the CPU, `run_chunks` and `run_row` compute the same bits: both compute each row of U as a single-row matmul, and
-`run_row` pads its other matmuls to `min_batch_rows` rows. The inner dimensions of these matmuls do not depend on the
-number of rows. Everything is computed in fp32 (fp64 in an fp64 model).
+On the CPU, `run_chunks` and `run_row` give bitwise-identical results: both compute each row of U as a single-row
+matmul, and `run_row` pads its other matmuls to `min_batch_rows` rows. The inner dimensions of these matmuls do not
+depend on the number of rows. Everything is computed in fp32 (fp64 in an fp64 model).
 
 Shapes: T rows, H value heads, N chunks (or sequences), C rows per chunk.
 """
@@ -32,7 +32,7 @@ from minirl.model.config import DeltaNet
 
 
 class DeltaRows(NamedTuple):
-    """T rows of the rule: unit vectors q / sqrt(Dk) and k [T, H, Dk], v [T, H, Dv], decay and beta [T, H]."""
+    """The rule's inputs for T rows: unit vectors q / sqrt(Dk) and k [T, H, Dk], v [T, H, Dv], decay and beta [T, H]."""
 
     q: Tensor
     k: Tensor
@@ -42,7 +42,7 @@ class DeltaRows(NamedTuple):
 
 
 class ChunkIndex(NamedTuple):
-    """The N chunks of packed sequences in rounds: the first chunk of each sequence, then the second, and so on.
+    """The N chunks of packed sequences, grouped into rounds: all first chunks, then all second chunks, and so on.
 
     Sequences are sorted longest first, so a round's chunks continue the leading chunks of the previous round.
     rows int64 [N x DELTA_CHUNK]: the chunks' rows, as indices into the model's T' rows; T' for padding.
@@ -163,7 +163,7 @@ def _run_chunk(rows: DeltaRows, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     a = (k @ keys * pair_decay * beta[..., None]).tril(-1)
     weights = (q @ keys * pair_decay).tril()
 
-    # The operands of R and of the outputs, [N, H, C, D].
+    # The factors from which R and the outputs are computed, [N, H, C, D].
     k_in = k * (beta * exp_decay)[..., None]
     q_in = q * exp_decay[..., None]
     v_in = v * beta[..., None]
@@ -180,7 +180,7 @@ def run_row(
     """Return the outputs [n, H, Dv] for n cached sequences' next rows, at these positions and slots int64 [n].
 
     Stores each row's key, decay and update in `states`; S stays unchanged.
-    num_padded: number of rows to which products are padded (`padded_rows`).
+    num_padded: number of rows to which matmul inputs are padded (`padded_rows`).
     """
     column = positions % DELTA_CHUNK  # index of each row in its chunk
     states.keys[slots, :, :, column] = rows.k
@@ -197,13 +197,14 @@ def run_row(
         state_index = slots
     state, keys, updates, decays = (pool[state_rows] for pool in states[1:])
 
-    # The sequence for each state. Idle slots compute the first sequence, and the results of idle slots are dropped.
+    # The sequence for each state. Idle slots repeat the computation for the first sequence, and the results are
+    # discarded.
     sequence_at = slots.new_zeros(len(state))
     sequence_at[state_index] = sequence
     q, k, v, _, beta = (x[sequence_at] for x in rows)  # [N, H, ...]
     own_column = column[sequence_at][:, None, None]
 
-    # In A, a row sees only earlier rows; in the weights, a row also sees itself.
+    # In A, a row interacts only with earlier rows; in the weights, a row also interacts with itself.
     columns = torch.arange(DELTA_CHUNK, device=slots.device)
     is_before = columns < own_column
     is_seen = columns <= own_column
@@ -224,7 +225,7 @@ def run_row(
     rhs = v * beta[..., None] - state_products[..., 0, :]
     update = _solve_row(a * beta[..., None], rhs, updates)
     update = update[state_index]
-    updates[state_index, :, column] = update  # for the product below, in case `updates` is a copy
+    updates[state_index, :, column] = update  # for the matmul below, in case `updates` is a copy
     states.updates[slots, :, column] = update
 
     weighted_updates = _stack_padded(num_padded, weights) @ updates
@@ -233,7 +234,10 @@ def run_row(
 
 
 def _stack_padded(num_padded: int, *rows: Tensor) -> Tensor:
-    """Stack rows [n, H, D] and pad the stack to [n, H, num_padded, D], since few rows could use a different kernel."""
+    """Stack rows [n, H, D] and pad the stack to [n, H, num_padded, D].
+
+    A matmul with fewer rows might dispatch to a different kernel.
+    """
     stacked = torch.stack(rows, 2)
     num_missing = num_padded - len(rows)
     return F.pad(stacked, (0, 0, 0, num_missing))
@@ -263,7 +267,7 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of A and R."""
+        """Return the gradients with respect to A and R."""
         a, solved = ctx.saved_tensors
         grad_rhs = torch.linalg.solve_triangular(a.mT, grad, upper=True, unitriangular=True)
         grad_a = -(grad_rhs @ solved.mT).tril(-1)
@@ -271,7 +275,7 @@ class _Solve(torch.autograd.Function):
 
 
 def padded_rows(shape: DeltaNet, device: torch.device) -> int:
-    """Return the number of rows to which `run_row` pads its products."""
+    """Return the number of rows to which `run_row` pads its matmul inputs."""
     return min_batch_rows(shape) or 2 if device.type == "cpu" else 2
 
 

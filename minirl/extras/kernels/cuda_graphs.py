@@ -42,7 +42,7 @@ class DecodeGraphs:
         # Both dictionaries are keyed by batch size and number of inputs.
         self._buffers: dict[tuple[int, int], list[Tensor]] = {}
         self._graphs: dict[tuple[int, int], Captured] = {}
-        # Handle of a memory pool. Graphs run one after another, so they can share temporary memory.
+        # Handle to a memory pool. Graphs run one after another, so they can share temporary memory.
         self._memory_pool: Any = None
 
     def run(self, step: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

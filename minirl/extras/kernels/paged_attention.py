@@ -1,10 +1,10 @@
 """A Triton kernel for decode attention over block tables on CUDA.
 
-The kernel reads pools in the same layout as the portable kernel: a key block [C, BLOCK] is the right operand of its
-matmul without a transpose. Scores, softmax and sums are computed in fp32. Each program processes the keys of one
-request and KV head, or a split of these keys if there are few requests. Data beyond a request's keys, even NaN, has no
-effect, so blocks need not be cleared. The launch depends only on argument shapes, so a CUDA graph can replay the
-launch.
+The kernel reads pools in the same layout as the portable kernel: a key block [C, BLOCK] can be used as the right-hand
+operand of the score matmul without being transposed. Scores, softmax and sums are computed in fp32. Each program
+processes the keys of one request and KV head, or a split of these keys if there are few requests. Data beyond a
+request's keys, even NaN, has no effect, so blocks need not be cleared. The launch depends only on argument shapes, so a
+CUDA graph can replay the launch.
 """
 
 import torch
@@ -123,7 +123,8 @@ def attend_blocks(  # type: ignore[no-untyped-def]
     query_row = (request * NUM_KV + head) * GROUPS + group
     query = tl.load(q + query_row[:, None] * DIM + dim, mask=is_query, other=0.0)
 
-    # The request sees keys begin..end - 1 of its block table; each split gets the same number of tiles.
+    # The request attends to keys begin..end - 1, addressed through its block table; each split gets the same number of
+    # tiles.
     end = tl.load(lengths + request)
     begin = tl.maximum(end - window, 0) if window > 0 else 0
     first_tile = begin // TILE
@@ -144,7 +145,7 @@ def attend_blocks(  # type: ignore[no-untyped-def]
         # The hint makes each key load 16 bytes wide; without the hint, key loads compile to 2 bytes each.
         offset = tl.multiple_of(first_key % BLOCK, TILE) + key
         is_seen = (first_key + key < end) & (first_key + key >= begin)
-        # Mask the scores instead of the keys, because a key mask by `is_seen` would break the wide loads.
+        # Mask the scores rather than the keys, because masking key loads with `is_seen` would prevent wide loads.
         k = tl.load(
             keys + block_start + dim[:, None] * BLOCK + offset,
             mask=is_channel[:, None],
