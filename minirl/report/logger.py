@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -58,8 +58,8 @@ class Logger:
         wandb_mode: "off", or a `wandb.init` mode. Raises OSError if the folder is not writable.
         """
         self.folder = folder
+        # The `WandbRun`, or None on other ranks and while wandb is off.
         self._wandb: Any = None
-        self._uses_wandb = rank() == 0 and wandb_mode != "off"
         self._after_step = after_step
         self._started_at = time.monotonic()
         self._metrics_file = folder / "metrics.jsonl"
@@ -75,7 +75,11 @@ class Logger:
                 ]
                 durable.replace_file(self._metrics_file, "".join(kept))
             self._metrics_file.touch()
-            self._try_wandb(lambda: self._start_wandb(args, wandb_mode))
+            if wandb_mode != "off":
+                with self._wandb_off_after_error():
+                    from minirl.extras.wandb_run import WandbRun
+
+                    self._wandb = WandbRun(folder, args, wandb_mode)
 
     def log(self, step: int, metrics: Mapping[str, float], *, num_steps: int) -> None:
         """Write a step's metrics to the console, metrics.jsonl and wandb."""
@@ -85,7 +89,9 @@ class Logger:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._pending_lines += json.dumps({"step": step, **finite}).encode() + b"\n"
         self._write_metrics()
-        self._try_wandb(lambda: self._wandb.log(step, metrics))
+        if self._wandb:
+            with self._wandb_off_after_error():
+                self._wandb.log(step, metrics)
         seconds_per_step = (time.monotonic() - self._started_at) / max(1, step - self._after_step)
         left_s = seconds_per_step * (num_steps - step)
         print0(console_line(step, num_steps, metrics, left_s=left_s))
@@ -115,12 +121,15 @@ class Logger:
                 print0(
                     f"warning: {path}: {error.strerror or error}; the run continues without this step's rollouts"
                 )
-            if to_wandb:
-                self._try_wandb(lambda: self._wandb.log_completions(step, in_order))
+            if to_wandb and self._wandb:
+                with self._wandb_off_after_error():
+                    self._wandb.log_completions(step, in_order)
 
     def finish(self) -> None:
         """Finish the wandb run, if any. Raises SaveError if lines of metrics.jsonl still cannot be written."""
-        self._try_wandb(lambda: self._wandb.run.finish())
+        if self._wandb:
+            with self._wandb_off_after_error():
+                self._wandb.run.finish()
         if self._pending_lines and not self._write_metrics():
             num_steps = self._pending_lines.count(b"\n")
             raise SaveError(
@@ -138,23 +147,16 @@ class Logger:
         self._pending_lines = b""
         return True
 
-    def _start_wandb(self, args: dict[str, Any], mode: str) -> None:
-        """Start or resume the wandb run."""
-        from minirl.extras.wandb_run import WandbRun
-
-        self._wandb = WandbRun(self.folder, args, mode)
-
-    def _try_wandb(self, action: Callable[[], Any]) -> None:
-        """Run a wandb action if wandb is enabled. If the action fails, print the error and turn wandb off."""
-        if not self._uses_wandb:
-            return
+    @contextlib.contextmanager
+    def _wandb_off_after_error(self) -> Iterator[None]:
+        """Print an error in the block instead of raising it, and turn wandb off."""
         try:
-            action()
+            yield
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # not installed, no network, even SystemExit: training continues
             print0(f"wandb failed and is off from now on: {error!r}")
-            self._uses_wandb = False
+            self._wandb = None
 
 
 def console_line(step: int, num_steps: int, metrics: Mapping[str, float], *, left_s: float) -> str:
