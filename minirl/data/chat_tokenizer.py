@@ -283,12 +283,12 @@ class ChatTokenizer(Tokenizer):
                 "role, or as text",
             )
 
-    def check_arguments(self, flag: str) -> None:
-        """Raise InputError, naming the flag, for a template argument that the chat template does not use."""
+    def check_arguments(self) -> None:
+        """Raise InputError for an argument in --chat-template-kwargs that the chat template does not use."""
         for name in self.template_arguments:
             refuse(
                 not re.search(rf"\b{re.escape(name)}\b", str(self.backend.chat_template)),
-                f"{flag}: the chat template of {self.folder} does not use {name!r}; leave it out",
+                f"--chat-template-kwargs: the chat template of {self.folder} does not use {name!r}; leave it out",
             )
 
     def _turn_end_ids(self) -> set[int]:

@@ -121,8 +121,8 @@ def workload(
 
     saved: a resumed run's checkpoint (None for a new run or with adapters). Raises InputError for unusable models.
     """
-    longest_prompt = max(prompts.longest_prompt, held_out.longest_prompt)
-    longest = min(longest_prompt + prompts.max_new_tokens, prompts.max_tokens)
+    # A stream skips prompts that leave less room for a completion.
+    longest = max(prompts.longest_prompt, held_out.longest_prompt) + prompts.max_new_tokens
     trained = [policy]
     shares_base = False
     if config.num_value_models:

@@ -81,7 +81,7 @@ def _previous_start(folder: Path) -> tuple[dict[str, Any], Path | None]:
 def _take_lock(folder: Path) -> IO[str]:
     """Create the folder unless it exists, and lock it for this process. Raises InputError if that fails."""
     path = folder / "lock"
-    is_foreign = folder.is_dir() and not path.exists() and any(folder.iterdir())
+    is_foreign = not path.exists() and any(folder.glob("*"))
     refuse(is_foreign, f"{folder} is not a run folder; choose another --run-name")
     try:
         folder.mkdir(PRIVATE, parents=True, exist_ok=True)
