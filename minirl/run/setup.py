@@ -318,13 +318,11 @@ class Setup:
 
     def print_start(self) -> None:
         """On rank 0, print the run folder, the model, the task, the sizes and notes about the inputs."""
-        is_gap_free = self._logprobs_match and not self.config.max_staleness
-        effect = " (all weights are 1)" if is_gap_free else ""
         print0(
             f"run {self.folder.path}; the same command with --run-name {self.folder.path.name} resumes it\n"
             f"model {self.model_folder}, {world_size()} x {self.device.type} {self.dtype}, "
             f"sampled == training logprobs bitwise: {self._logprobs_match}, "
-            f"correction: {self.config.importance_correction}{effect}\n"
+            f"correction: {self.config.importance_correction}\n"
             f"task {self.task.name}: {self.prompts.num_prompts} prompts, {self.held_out.num_prompts} held out"
         )
         for line in self._budget.format_plan():

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -159,15 +159,6 @@ def build_on_meta(config: Any) -> Any:
     return hf.eval()
 
 
-class _Parts(NamedTuple):
-    """transformers' model and some of its modules. A tuple keeps `HFTransformer` from registering the modules."""
-
-    hf: Any
-    layers: nn.ModuleList
-    embed_tokens: Any
-    head: Any
-
-
 def _find_layers(hf: Any, num_layers: int) -> nn.ModuleList:
     """Return the model's layers. Raises InputError if no module list has `num_layers` modules."""
     for module in hf.modules():
@@ -177,9 +168,16 @@ def _find_layers(hf: Any, num_layers: int) -> nn.ModuleList:
 
 
 class HFTransformer(nn.Module):
-    """transformers' modules with the interface of a `Transformer`. Parameters have transformers' names."""
+    """transformers' modules with the interface of a `Transformer`. Parameters have transformers' names.
+
+    hf: transformers' model. lm_head: the model's LM head, regardless of its name.
+    """
 
     shard_group: ShardGroup | None = None
+    hf: Any
+    layers: nn.ModuleList
+    embed_tokens: Any
+    lm_head: Any
 
     def __init__(self, hf: Any, config: ModelConfig, *, recompute_layers: bool = False):
         super().__init__()
@@ -189,7 +187,9 @@ class HFTransformer(nn.Module):
         # 1. The children of transformers' model become children of this module, under the same names.
         head = hf.get_output_embeddings()
         layers = _find_layers(hf, config.num_hidden_layers)
-        self._parts = _Parts(hf, layers, hf.get_input_embeddings(), head)
+        parts = {"hf": hf, "layers": layers, "embed_tokens": hf.get_input_embeddings(), "lm_head": head}
+        for name, part in parts.items():
+            object.__setattr__(self, name, part)  # does not register the part as a child
         for name, child in hf.named_children():
             if child is not head or not config.scalar_head:
                 setattr(self, name, child)
@@ -221,28 +221,13 @@ class HFTransformer(nn.Module):
             add_adapters(self, layers, config.adapters)
 
     @property
-    def layers(self) -> nn.ModuleList:
-        """See `Transformer`."""
-        return self._parts.layers
-
-    @property
-    def embed_tokens(self) -> Any:
-        """See `Transformer`."""
-        return self._parts.embed_tokens
-
-    @property
-    def lm_head(self) -> Any:
-        """The LM head, regardless of its name."""
-        return self._parts.head
-
-    @property
     def min_rows(self) -> int:
         """See `Transformer` and MIN_ROWS."""
         return MIN_ROWS if self.embed_tokens.weight.device.type == "cpu" else 1
 
     def tie_weights(self) -> None:
         """See `Transformer`. Some heads' biases are tied, too."""
-        self._parts.hf.tie_weights()
+        self.hf.tie_weights()
 
     @property
     def head(self) -> Tensor:
@@ -259,7 +244,7 @@ class HFTransformer(nn.Module):
         if self._device != tokens.device:
             self._move_buffers(tokens.device)
         self.stream.layout = layout
-        hf = self._parts.hf.base_model if self.config.scalar_head else self._parts.hf
+        hf = self.hf.base_model if self.config.scalar_head else self.hf
         with self._invariance():
             out = hf(input_ids=ids[None], position_ids=positions[None], use_cache=False)
         states: Tensor = out[0][0, : len(tokens)]
@@ -273,9 +258,8 @@ class HFTransformer(nn.Module):
         self._device = device
         for module, name, buffer in self._buffer_values:
             module._buffers[name] = buffer.to(device)
-        hf = self._parts.hf
-        if hf._can_set_experts_implementation():
-            hf.set_experts_implementation("eager" if device.type == "cpu" else "grouped_mm")
+        if self.hf._can_set_experts_implementation():
+            self.hf.set_experts_implementation("eager" if device.type == "cpu" else "grouped_mm")
 
     def _invariance(self) -> Any:
         return _BatchInvariant() if self._device.type == "cpu" else nullcontext()
