@@ -13,8 +13,8 @@ import pytest
 import train_grpo
 import train_ppo
 from minirl.errors import InputError
+from minirl.run.budget import Machine
 from minirl.run.embedded_model import save_tokenizer
-from minirl.run.planning import Machine
 from minirl.run.setup import Setup
 from support.models import QWEN_05B, QWEN_7B, QWEN_32B
 from support.scripts import read_config, reward_of, run_in_pool, write_rows

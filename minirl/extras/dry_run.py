@@ -11,11 +11,11 @@ from minirl.data.task import RewardFunction
 from minirl.errors import InputError, refuse
 from minirl.model.folders import resolve_folder
 from minirl.ranks.process_group import print0, select_device
-from minirl.run.budget import num_parameters
+from minirl.run.budget import Machine, num_parameters
 from minirl.run.config import RunConfig
 from minirl.run.embedded_model import CONFIG, save_tokenizer
 from minirl.run.inputs import load_prompts, load_rewards, load_rollout, load_task
-from minirl.run.planning import Machine, plan, this_machine, workload
+from minirl.run.planning import plan, this_machine, workload
 
 SHOWN_CHARACTERS = 400  # maximum length of the printed prompt
 

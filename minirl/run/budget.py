@@ -44,7 +44,16 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Workload:
+class Machine:
+    """A run's device type, number of ranks and free memory. free_bytes: free memory per rank."""
+
+    device_type: str
+    num_ranks: int
+    free_bytes: float
+
+
+@dataclass(frozen=True)
+class Workload(Machine):
     """Models, lengths and hardware that determine a rank's memory use, apart from `Sizes`.
 
     trained: the policy, then any value models; if shares_base, value models are adapters on the policy's weights.
@@ -53,9 +62,6 @@ class Workload:
     requests. offloads_optimizer: whether the optimizer lives in host memory, as offloaded frozen models do.
     """
 
-    device_type: str
-    free_bytes: float
-    num_ranks: int
     dtype: torch.dtype
     trained: Sequence[ModelConfig]
     frozen: Mapping[str, ModelConfig]

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,7 +16,7 @@ from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.folders import resolve_folder
 from minirl.ranks.process_group import gather_objects, local_world_size, world_size
-from minirl.run.budget import MAX_REQUESTS, Budget, Workload, choose_sizes
+from minirl.run.budget import MAX_REQUESTS, Budget, Machine, Workload, choose_sizes
 from minirl.run.config import RunConfig, model_folder_of_field
 
 # Fields that may be "auto", in addition to shard_weights.
@@ -28,14 +28,6 @@ SHARDED_WEIGHTS = {"shard_weights": True, "shard_gradients": True}
 # Files of cgroup versions 1 and 2 that contain the memory limit (bytes), memory usage (bytes) and statistics.
 CGROUP_V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
 CGROUP_V2_FILES = ("memory.max", "memory.current", "memory.stat")
-
-
-class Machine(NamedTuple):
-    """A run's device type, number of ranks and free memory. free_bytes: free memory per rank."""
-
-    device_type: str
-    num_ranks: int
-    free_bytes: float
 
 
 def this_machine(device: torch.device) -> Machine:
@@ -154,7 +146,7 @@ def workload(
         requests *= 2
     num_evaluated = math.ceil(held_out.num_prompts / machine.num_ranks) * (config.eval_samples or 1)
     return Workload(
-        **machine._asdict(),
+        **vars(machine),
         dtype=config.compute_dtype(machine.device_type),
         trained=trained,
         frozen=frozen,

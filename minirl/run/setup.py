@@ -3,7 +3,6 @@
 A script creates a `Setup`, gets models and a collector from the `Setup`, and passes it to `Run`.
 """
 
-import dataclasses
 import json
 import secrets
 import sys
@@ -86,12 +85,13 @@ class Setup:
         self.dtype = config.compute_dtype(self.device.type)
         new_name = time.strftime(f"{name}-%Y%m%d-%H%M%S-") + secrets.token_hex(2)
         with lock_run_folder(config.run_name or broadcast_object(new_name)) as self.folder:
-            was_evaluation = "eval_samples" in self.folder.args
-            refuse(
-                self.folder.args and was_evaluation == config.trains,
-                f"{self.folder.path}: contains {'an evaluation' if was_evaluation else 'a training run'}; choose "
-                "another --run-name",
-            )
+            if self.folder.args:
+                was_evaluation = "eval_samples" in self.folder.args
+                refuse(
+                    was_evaluation == config.trains,
+                    f"{self.folder.path}: contains {'an evaluation' if was_evaluation else 'a training run'}; choose "
+                    "another --run-name",
+                )
             self._user_rollout = load_rollout(config)
             self.task = load_task(config, has_rewards=rewards is not None)
             trained, logged = load_rewards(config, self.task, rewards)
@@ -305,7 +305,7 @@ class Setup:
             "max_new_tokens": self.prompts.max_new_tokens,
             "task": self.task.name,
             "old_logprobs": self.old_logprobs,
-            **dataclasses.asdict(self.sizes),
+            **vars(self.sizes),
             "dtype": str(self.dtype),
             "device": self.device.type,
             "model": str(self.model_folder),
