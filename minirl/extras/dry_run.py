@@ -34,7 +34,7 @@ def print_plan(
     """
     user_rollout = load_rollout(config)
     task = load_task(config, has_rewards=rewards is not None)
-    load_rewards(config, task, rewards)
+    load_rewards(config, task)
     with tempfile.TemporaryDirectory() as temporary:
         if config.model is None:
             folder = Path(temporary)

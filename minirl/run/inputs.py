@@ -13,7 +13,7 @@ from minirl.data.gsm8k import TEST_DATA, TRAIN_DATA, load_gsm8k
 from minirl.data.jsonl import load_jsonl_task
 from minirl.data.messages import Tool
 from minirl.data.prompts import PromptStream
-from minirl.data.task import RewardFunction, Row, Task
+from minirl.data.task import Row, Task
 from minirl.data.tokenizer import Tokenizer
 from minirl.episodes.driver import UserRollout, check_rollout_function
 from minirl.errors import refuse
@@ -106,20 +106,17 @@ def load_task(config: RunConfig, *, has_rewards: bool = False) -> Task:
     return load_jsonl_task(data, eval_data)
 
 
-def load_rewards(
-    config: RunConfig, task: Task, script_rewards: Mapping[str, RewardFunction] | None = None
-) -> tuple[Mapping[str, RewardLike], Mapping[str, RewardLike]]:
+def load_rewards(config: RunConfig, task: Task) -> tuple[Mapping[str, RewardLike], Mapping[str, RewardLike]]:
     """Return the rewards to train on and the rewards to log only, both keyed by name. Not collective.
 
-    script_rewards: the script's own rewards, which replace the task's rewards and --reward. With --reward or
-    --reward-model, the task's rewards are only logged; the caller adds the reward models.
+    With --reward or --reward-model, the task's rewards are only logged; the caller adds the reward models.
 
     Starts the --reward worker processes, which inspect the functions' arguments, so call this function only after the
     flags and data have been checked and the run folder is locked. Raises InputError, naming the flag and function, and
     the file, line and field of a row that lacks an argument.
     """
     if not config.reward and not config.reward_model:
-        return task.rewards if script_rewards is None else script_rewards, task.extra_scores
+        return task.rewards, task.extra_scores
     logged = {**task.rewards, **task.extra_scores}
     specs: dict[str, str] = {}
     for spec in config.reward:
@@ -132,7 +129,7 @@ def load_rewards(
     loaded = {name: _load_reward(config, spec) for name, spec in specs.items()}
     rows = itertools.chain(task.train_rows, *task.eval_sets.values())
     check_columns(loaded, rows, has_environment=bool(config.environment))
-    return loaded if script_rewards is None else script_rewards, logged
+    return loaded, logged
 
 
 def _load_reward(config: RunConfig, spec: str) -> Reward:

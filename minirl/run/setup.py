@@ -65,7 +65,8 @@ class Setup:
     ):
         """Start the process group, lock the run folder, load the task, rewards and prompts, and choose sizes.
 
-        name: prefix of the run's name if --run-name is not given. rewards: rewards that replace the task's rewards.
+        name: prefix of the run's name if --run-name is not given. rewards: the script's own rewards, which replace the
+        task's rewards and --reward.
         scalar_head: whether the run trains a reward model on the layers of --model, instead of a policy.
         tools: tools that chat prompts describe, as JSON schemas or as functions with type hints and docstrings.
         For --dry-run, the script calls `print_plan` instead, with the same rewards, tools and scalar_head.
@@ -94,7 +95,7 @@ class Setup:
                 )
             self._user_rollout = load_rollout(config)
             self.task = load_task(config, has_rewards=rewards is not None)
-            trained, logged = load_rewards(config, self.task, rewards)
+            trained, logged = load_rewards(config, self.task)
             # An adapter checkpoint contains no full models, so a resumed run loads the initial model folders.
             self._model_checkpoint = None if config.adapters else self.folder.checkpoint
             self.model_folder = self._model_checkpoint or self._initial_model_folder()
@@ -109,7 +110,7 @@ class Setup:
             self.tokenizer = self.prompts.tokenizer
             require_same((self.prompts.num_prompts, self.prompts.longest_prompt), "the prompts")
             self._choose_sizes()
-            self._load_rewards(trained, logged)
+            self._load_rewards(trained if rewards is None else rewards, logged)
 
     def _choose_sizes(self) -> None:
         """Choose sizes that fit into free memory, and the source of old logprobs (collective)."""

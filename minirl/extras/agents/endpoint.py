@@ -31,13 +31,12 @@ from minirl.extras.agents.openai_format import (
     read_request,
     stream_response,
 )
-from minirl.extras.agents.server import Server
+from minirl.extras.agents.server import close_url, open_url
 from minirl.extras.agents.threads import run_in_thread
 
 # Maximum number of pending requests per episode.
 MAX_PENDING = 64
 
-SERVER = Server()
 Completion = dict[str, Any]
 
 
@@ -99,11 +98,11 @@ class Endpoint:
         self._answer_tasks: dict[asyncio.Future[Completion], asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> str:
-        self._url = await SERVER.open(self._handle)
+        self._url = await open_url(self._handle)
         return self._url
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        SERVER.close(self._url)
+        close_url(self._url)
         for answer, task in self._answer_tasks.items():
             if not answer.done():
                 answer.set_exception(web.HTTPGone(text="the episode has ended"))

@@ -1,10 +1,11 @@
 """The HTTP server for a rank's episodes, on 127.0.0.1. Each episode has a URL with a random path.
 
-It runs on the user functions' event loop, from the first `open` to the end of the process. Not collective.
+It runs on the user functions' event loop, from the first `open_url` to the end of the process. Not collective.
 """
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import resource
@@ -28,69 +29,76 @@ ROUTES = {"POST chat/completions", "GET models"}
 Handler = Callable[[Any], Awaitable[web.Response]]
 
 
-class Server:
-    """Routes each request to its episode's handler; returns errors in OpenAI's format."""
+# The handler of each open URL, keyed by the URL's random part.
+_handlers: dict[str, Handler] = {}
 
-    def __init__(self) -> None:
-        self._handlers: dict[str, Handler] = {}
-        self._address = ""
-        self._starting = asyncio.Lock()
 
-    async def open(self, handler: Handler) -> str:
-        """Return a new URL whose requests go to the handler."""
-        async with self._starting:
-            self._address = self._address or await self._start()
-        key = secrets.token_urlsafe(16)
-        self._handlers[key] = handler
-        return f"{self._address}/{key}/v1"
+async def open_url(handler: Handler) -> str:
+    """Return a new URL whose requests go to the handler."""
+    address = await asyncio.shield(_starting())  # an episode that is cancelled here must not stop the server
+    key = secrets.token_urlsafe(16)
+    _handlers[key] = handler
+    return f"{address}/{key}/v1"
 
-    def close(self, url: str) -> None:
-        """Stop serving a URL."""
-        del self._handlers[url.split("/")[-2]]
 
-    async def _start(self) -> str:
-        """Listen on a free port; return the address."""
-        _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # Allow many open files: both ends of each connection may be in this process. On macOS the reported hard limit
-        # may be too high.
-        with contextlib.suppress(ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
-        logging.getLogger("aiohttp.server").addFilter(_should_log)
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
-        app.router.add_route("*", "/{key}/v1/{path:.*}", self._respond)
-        # A handler is cancelled when its client disconnects.
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0, backlog=BACKLOG).start()
-        host, port = runner.addresses[0]
-        return f"http://{host}:{port}"
+def close_url(url: str) -> None:
+    """Stop serving a URL."""
+    del _handlers[url.split("/")[-2]]
 
-    async def _respond(self, request: web.Request) -> web.Response:
-        try:
-            return await self._handle(request)
-        except InputError as error:
-            http_error: web.HTTPException = web.HTTPBadRequest(text=str(error))
-        except web.HTTPException as error:
-            http_error = error
-        fields = {"message": http_error.text, "type": "invalid_request_error", "param": None}
-        return web.json_response({"error": {**fields, "code": http_error.reason}}, status=http_error.status)
 
-    async def _handle(self, request: web.Request) -> web.Response:
-        body = await request.read()
-        route = f"{request.method} {request.match_info['path']}"
-        if route not in ROUTES:
-            raise web.HTTPNotFound(text=f"{route:.80}: unknown route; use {' or '.join(sorted(ROUTES))}")
-        if route == "GET models":
-            return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model"}]})
-        # Look up the handler only after the body has arrived, because the episode may end before that.
-        handler = self._handlers.get(request.match_info["key"])
-        if handler is None:
-            raise web.HTTPGone(text="no episode has this URL: it has ended or never existed")
-        try:
-            fields = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"the request is not valid JSON: {error}") from None
-        return await handler(fields)
+@functools.cache
+def _starting() -> asyncio.Task[str]:
+    """Return the one task that starts the server."""
+    return asyncio.create_task(_start())
+
+
+async def _start() -> str:
+    """Listen on a free port; return the address."""
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Allow many open files: both ends of each connection may be in this process. On macOS the reported hard limit may
+    # be too high.
+    with contextlib.suppress(ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+    logging.getLogger("aiohttp.server").addFilter(_should_log)
+    app = web.Application(client_max_size=MAX_BODY_BYTES)
+    app.router.add_route("*", "/{key}/v1/{path:.*}", _respond)
+    # A handler is cancelled when its client disconnects.
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, backlog=BACKLOG).start()
+    host, port = runner.addresses[0]
+    return f"http://{host}:{port}"
+
+
+async def _respond(request: web.Request) -> web.Response:
+    """Route a request to its episode's handler; return errors in OpenAI's format."""
+    try:
+        return await _handle(request)
+    except InputError as error:
+        http_error: web.HTTPException = web.HTTPBadRequest(text=str(error))
+    except web.HTTPException as error:
+        http_error = error
+    fields = {"message": http_error.text, "type": "invalid_request_error", "param": None}
+    return web.json_response({"error": {**fields, "code": http_error.reason}}, status=http_error.status)
+
+
+async def _handle(request: web.Request) -> web.Response:
+    """Return the response to a request. Raises InputError and HTTPException."""
+    body = await request.read()
+    route = f"{request.method} {request.match_info['path']}"
+    if route not in ROUTES:
+        raise web.HTTPNotFound(text=f"{route:.80}: unknown route; use {' or '.join(sorted(ROUTES))}")
+    if route == "GET models":
+        return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model"}]})
+    # Look up the handler only after the body has arrived, because the episode may end before that.
+    handler = _handlers.get(request.match_info["key"])
+    if handler is None:
+        raise web.HTTPGone(text="no episode has this URL: it has ended or never existed")
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"the request is not valid JSON: {error}") from None
+    return await handler(fields)
 
 
 def _should_log(record: logging.LogRecord) -> bool:
