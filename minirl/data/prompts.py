@@ -60,7 +60,7 @@ class PromptStream:
         self.longest_prompt = max((length for length in lengths if length <= limit), default=0)
         self._notes = tokenizer.notes(rows[0].prompt) if rows else []
         if len(self._rows) < len(rows):
-            self._notes.append(self._note_on_long_prompts(rows, lengths))
+            self._notes.append(self._note_on_long_prompts(rows, lengths, limit))
         self._notes += notes
         self.row_index: Callable[[int], int] = self._shuffled_index
 
@@ -172,9 +172,8 @@ class PromptStream:
         epoch, position = divmod(prompt_ordinal, self.num_prompts)
         return _shuffled_order(self.num_prompts, self.seed, epoch)[position]
 
-    def _note_on_long_prompts(self, rows: Sequence[Row], lengths: Sequence[int]) -> str:
-        """Return a note about rows whose prompts are too long. Raises InputError if all rows are skipped."""
-        limit = self.max_tokens - self.max_new_tokens
+    def _note_on_long_prompts(self, rows: Sequence[Row], lengths: Sequence[int], limit: int) -> str:
+        """Return a note about rows with prompts longer than `limit`. Raises InputError if all rows are skipped."""
         refuse(
             min(lengths) > limit,
             f"every prompt is too long: the shortest has {min(lengths)} tokens, and --max-new-tokens "

@@ -31,5 +31,4 @@ def load_sorting(*, num_train: int = 20_000, num_eval: int = 256) -> Task:
         rewards={"exact": score},
         max_new_tokens=MAX_DIGITS + 2,
         answer_of=str,
-        warm_start_rows=rows[num_eval:],
     )

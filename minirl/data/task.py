@@ -58,5 +58,5 @@ class Task:
     # Extracts a completion's answer for majority voting; returns None if there is no answer. Equal answers get equal
     # rewards.
     answer_of: Callable[[str], Any] | None = None
-    # Rows with a column "answer" for the warm start of the embedded model; only embedded tasks have such rows.
+    # Rows with a column "answer" for the warm start of the embedded model (default: the training rows).
     warm_start_rows: Sequence[Row] = ()

@@ -201,8 +201,8 @@ def evaluation_result(setup: Setup, records: Iterable[Record], truncation: Trunc
     }
 
 
-def evaluate(config: Config) -> dict[str, Any]:
-    """Evaluate all held-out prompts; return the JSON result on rank 0 and {} on other ranks (collective)."""
+def evaluate(config: Config) -> str:
+    """Evaluate all held-out prompts; return the JSON result on rank 0 and "" on other ranks (collective)."""
     setup = Setup(config, name="eval")
     setup.print_start()
     folder = setup.folder.path
@@ -214,9 +214,9 @@ def evaluate(config: Config) -> dict[str, Any]:
     logger.log_rollouts(0, own)
     records = itertools.chain(*gather_objects(own))
     if rank() != 0:
-        return {}
-    result = evaluation_result(setup, records, truncation)
-    durable.replace_file(folder / "evaluation.json", json.dumps(result, indent=2) + "\n")
+        return ""
+    result = json.dumps(evaluation_result(setup, records, truncation), indent=2)
+    durable.replace_file(folder / "evaluation.json", f"{result}\n")
     return result
 
 
@@ -234,7 +234,7 @@ def main(config: Config) -> int:
     )
     with contextlib.redirect_stdout(sys.stderr):
         result = evaluate(config)
-    print0(json.dumps(result, indent=2))
+    print0(result)
     return 0
 
 

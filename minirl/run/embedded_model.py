@@ -110,7 +110,7 @@ def warm_start(task: Task) -> Transformer:
     rng = random.Random(SEED)
     for step in range(WARM_START_STEPS[task.name]):
         optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / WARMUP_STEPS)
-        loss = _answer_loss(model, rng.sample(task.warm_start_rows, BATCH_SIZE))
+        loss = _answer_loss(model, rng.sample(task.warm_start_rows or task.train_rows, BATCH_SIZE))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -5,7 +5,7 @@ import sys
 import typing
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import asdict, fields, make_dataclass
+from dataclasses import asdict, make_dataclass
 from typing import Annotated, Any, TypeVar
 
 import tyro
@@ -52,10 +52,6 @@ def parse(
         algorithm = peek_flag("algorithm", arguments) or next(iter(presets))
         refuse(algorithm not in presets, f"--algorithm {algorithm}: must be one of {', '.join(presets)}")
         defaults = presets[algorithm]
-        missing = sorted(defaults.keys() - {field.name for field in fields(config_class)})  # type: ignore[arg-type]
-        refuse(
-            missing, f"--algorithm {algorithm}: sets {', '.join(missing)}; add them to the script's Config"
-        )
     # tyro prints group titles only for nested structs, so the flat config is converted to a nested one.
     groups: dict[str, list[Any]] = defaultdict(list)
     info = StructTypeInfo.make(config_class, config_class(**defaults or {}), in_union_context=False)

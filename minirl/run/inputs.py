@@ -59,14 +59,9 @@ def load_rollout(config: RunConfig) -> UserRollout | None:
             check_rollout_function(functions[0], "a rollout")
             loaded = UserRollout(functions[0])
         else:
-            from minirl.extras.agents import tool_loop
+            from minirl.extras.agents.tool_loop import environment_rollout, tools_rollout
 
-            is_tools = kind == "tools"
-            loaded = (
-                tool_loop.tools_rollout(functions)
-                if is_tools
-                else tool_loop.environment_rollout(functions[0])
-            )
+            loaded = tools_rollout(functions) if kind == "tools" else environment_rollout(functions[0])
     for reward in config.reward:
         is_given = kind == "rollout" or (loaded.gives_reward and reward == EPISODE)
         refuse(

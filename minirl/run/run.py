@@ -80,7 +80,14 @@ class Run:
         self._checkpoints = Checkpoints(self._folder, models, keep=config.keep_checkpoints)
         self.progress = Progress(extra=dict(extra or {}))
         if setup.folder.checkpoint is not None:
-            self._resume(setup.folder.checkpoint)
+            saved = self._checkpoints.restore(setup.folder.checkpoint)
+            # Keys missing from the saved `extra` keep the script's values.
+            saved["extra"] = self.progress.extra | saved["extra"]
+            self.progress = Progress(**saved)
+            if collector:
+                collector.in_flight.restore(self.progress.num_served, self.progress.in_flight)
+            if self.progress.step >= config.num_steps:
+                print0("already finished; a greater --num-steps continues it")
         self._logger = Logger(
             self._folder,
             setup.args(),
@@ -95,16 +102,6 @@ class Run:
         self.progress.before = self.progress.before or self.evaluate()
         scores = ", ".join(f"{name} {score:.3f}" for name, score in self.progress.before.items())
         print0("held-out before training:", scores or "no held-out rows; see --eval-data")
-
-    def _resume(self, checkpoint: Path) -> None:
-        """Resume from a checkpoint (collective). Keys missing from the saved `extra` keep the script's values."""
-        first_extra = self.progress.extra
-        self.progress = Progress(**self._checkpoints.restore(checkpoint))
-        self.progress.extra = first_extra | self.progress.extra
-        if self._collector:
-            self._collector.in_flight.restore(self.progress.num_served, self.progress.in_flight)
-        if self.progress.step >= self._config.num_steps:
-            print0("already finished; a greater --num-steps continues it")
 
     def steps(self) -> Iterator[int]:
         """Yield the remaining step numbers; stop early if a signal requested a stop during a step.

@@ -9,7 +9,6 @@ import copy
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minirl.errors import InputError, refuse
 from minirl.model import batch_invariance, padding
-from minirl.model.attention import Layout, PackedLayout, attend
+from minirl.model.attention import Layout, attend
 from minirl.model.config import ModelConfig
 from minirl.model.layers import Linear
 from minirl.model.shards import ShardGroup
@@ -43,14 +42,14 @@ _ELEMENTWISE = {
 }
 
 
-@dataclass
 class Stream:
     """The packed stream that a model's modules run on; all modules share one instance.
 
-    attention_calls: if a list, records each attention call as (layer, window, shape of the keys).
+    layout: the layout of the current forward. attention_calls: if a list, records each attention call as (layer,
+    window, shape of the keys).
     """
 
-    layout: Layout = field(default_factory=lambda: PackedLayout((), torch.device("cpu")))
+    layout: Layout
     attention_calls: list[tuple[int, int | None, torch.Size]] | None = None
 
 
