@@ -228,7 +228,9 @@ def test_row_08_a_checkpoint_that_cannot_be_read_is_refused_by_name():
         ):
             resumed_step()
     shutil.rmtree(path.parent.parent)
-    with pytest.raises(InputError, match=r"has the models \['policy'\], this script \['policy', 'value'\]"):
+    with pytest.raises(
+        InputError, match=r"has the models \['policy'\], but this script has \['policy', 'value'\]"
+    ):
         resumed_step(names=("policy", "value"))
     assert resumed_step() == 1
 

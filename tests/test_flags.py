@@ -108,7 +108,7 @@ REFUSED = [
     ("--algorithm remax --dynamic-sampling", "--group-size 1: --baseline greedy or --dynamic-sampling"),
     ("--baseline greedy", "--baseline greedy: needs --advantage-norm none"),
     ("--baseline none --advantage-norm batch_std", "--baseline none: needs --advantage-norm none"),
-    ("--kl-reward-coef 0.1", "--kl-reward-coef: --advantage-norm group_std would normalise it away"),
+    ("--kl-reward-coef 0.1", "--kl-reward-coef: --advantage-norm group_std would normalise the penalty away"),
     ("--kl-coef 0.1 --kl-reward-coef 0.1", "--kl-coef with --kl-reward-coef"),
     ("--algorithm reinforce++ --ratio-level sequence_mean", "--ratio-level sequence_mean: gives all"),
     ("--teacher a --max-staleness 1 --correction none", "--correction none: with --max-staleness the"),

@@ -191,7 +191,7 @@ def test_adapters_resume_on_a_moved_base_and_are_refused_on_another_or_with_anot
         ("base --lora-rank 1", "2, 1"),
     ):
         with pytest.raises(
-            AssertionError, match=rf"has other adapters of the policy: .*\('?{old_and_new}'?\)"
+            AssertionError, match=rf"has other adapters for the policy: .*\('?{old_and_new}'?\)"
         ):
             run_in_pool(one_rank, "train_grpo.py", f"{flags}{changed}", runs=runs)
     assert "already finished" in run_in_pool(one_rank, "train_grpo.py", f"{flags}moved", runs=runs)

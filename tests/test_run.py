@@ -39,7 +39,9 @@ def test_the_reference_is_the_runs_initial_model(tmp_path):
     run.config = train_grpo.Config(kl_coef=0.1)
     run.folder.args = {"reference_weights": 1}
     run._initial_model_folder.return_value = make_folder(tmp_path, RAW_CONFIG)
-    with pytest.raises(InputError, match="is not the run's initial model, which its KL terms refer to"):
+    with pytest.raises(
+        InputError, match="is not the run's initial model, which is the reference of its KL terms"
+    ):
         setup.Setup.load_frozen(run, mock.Mock())
     run.folder.args = {"reference_weights": run._reference_weights}
     assert len(setup.Setup.load_frozen(run, mock.Mock())) == 1

@@ -1,6 +1,6 @@
 """Per-rank memory budget, which determines the sizes left at "auto" (docs/memory.md).
 
-The budget counts the large allocations. A margin covers the rest, such as a microbatch's logits, block tables,
+The budget counts the large allocations. A margin covers everything else, such as a microbatch's logits, block tables,
 libraries and fragmentation.
 """
 
@@ -19,11 +19,12 @@ from minirl.model.config import ModelConfig
 from minirl.model.transformer import make_meta_model
 
 USABLE_FRACTION = 0.9  # usable fraction of free memory; the rest is the margin
-# Ratio of activation bytes on the CPU to those on CUDA. Measured ratios are 0.5 to 1.8, and 3.2 for sequences of
-# 4,096 tokens.
+# Ratio of activation bytes on the CPU to activation bytes on CUDA. Measured ratios are 0.5 to 1.8, and 3.2 for
+# sequences of 4,096 tokens.
 CPU_FACTOR = 2.0
 MAX_REQUESTS = {"cpu": 256, "cuda": 1024}
-CACHE_TOKENS = 65536  # default cache capacity; larger only if a rank's completions can fill more
+# Default cache capacity in tokens; exceeded only if a rank's completions can fill a larger cache.
+CACHE_TOKENS = 65536
 # Ways to run an update, fastest first: (divisor of the default microbatch size, whether to recompute layers, whether to
 # shard gradients). Sharding is tried before recomputation because the gradient reduction overlaps with backward. If the
 # optimizer is on the host, backward waits for the reduction, so recomputation is tried first.
@@ -33,7 +34,7 @@ OFFLOADED_UPDATE_OPTIONS = [(divisor, recompute, shard) for divisor, shard, reco
 
 @dataclass(frozen=True)
 class Sizes:
-    """A rank's batch and cache sizes, and what it shards or recomputes. shard_weights implies shard_gradients."""
+    """A rank's batch and cache sizes, and what the rank shards or recomputes. shard_weights implies shard_gradients."""
 
     max_running_requests: int
     cache_tokens: int
@@ -76,10 +77,10 @@ class Workload(Machine):
 
 @dataclass(frozen=True)
 class Budget:
-    """Sizes, and the bytes that they require on a rank: always, during scoring and training, and during decoding.
+    """Sizes, and the memory that a rank needs for them: always, during scoring and training, and during decoding.
 
-    Each mapping's keys name what needs the bytes. available_bytes: memory left for training and decoding, which use it
-    in turns, or at the same time if the cache stays allocated during training.
+    Each mapping contains bytes, keyed by purpose. available_bytes: memory left for training and decoding. Both phases
+    use this memory in turns, or at the same time if the cache stays allocated during training.
     """
 
     sizes: Sizes
@@ -89,7 +90,7 @@ class Budget:
     decoding_bytes: Mapping[str, float]
 
     def fits(self, *, keeps_cache: bool = False) -> bool:
-        """Return whether training and decoding fit into the available memory: in turns, or at once if keeps_cache."""
+        """Return whether training and decoding fit into the available memory, in turns or (keeps_cache) together."""
         phase_bytes = sum(self.training_bytes.values()), sum(self.decoding_bytes.values())
         return (sum(phase_bytes) if keeps_cache else max(phase_bytes)) <= self.available_bytes
 
@@ -106,7 +107,7 @@ class Budget:
         ]
 
     def advice(self, phase: str) -> str:
-        """Return the memory planned for a phase of the step, or for any other phase, and the flags that lower it."""
+        """Return an out-of-memory hint for a phase: the planned memory, and the flags that reduce memory."""
         decoding = f"{self._format_phase('decoding')}; lower --cache-tokens"
         if phase.endswith("generate"):
             return decoding
@@ -122,7 +123,7 @@ class Budget:
 
 @functools.cache
 def num_parameters(model: ModelConfig, *, trained: bool = False) -> int:
-    """Return the number of a model's parameters, all or only trained ones; tied parameters count once."""
+    """Return a model's number of parameters, or only of trained parameters; tied parameters count once."""
     return sum(p.numel() for p in make_meta_model(model).parameters() if p.requires_grad or not trained)
 
 
@@ -150,7 +151,7 @@ def budget(work: Workload, sizes: Sizes) -> Budget:
 def _weight_bytes(work: Workload, model: ModelConfig, is_sharded: bool) -> float:
     """Return the bytes of a model's weights on a rank.
 
-    The rank holds all weights or, if the model is sharded, only the embedding, the head and its shard of the layers.
+    The rank holds all weights or, if the model is sharded, only the embedding, the head and a shard of the layers.
     """
     num_local: float = num_parameters(model)
     if is_sharded:
@@ -165,7 +166,7 @@ def _num_embeddings(model: ModelConfig) -> int:
 
 
 def _update_bytes(work: Workload, sizes: Sizes, num_trained: int) -> dict[str, float]:
-    """Return the bytes that an update requires, keyed by what they are for."""
+    """Return the bytes that an update requires, keyed by purpose."""
     gradients = 4.0 * num_trained
     if sizes.shard_gradients:
         gradients = 0.0 if work.offloads_optimizer else gradients / work.num_ranks
@@ -181,23 +182,23 @@ def _update_bytes(work: Workload, sizes: Sizes, num_trained: int) -> dict[str, f
 
 
 def _layer_bytes_per_token(work: Workload, model: ModelConfig) -> float:
-    """Return the activation bytes per token that a layer saves for backward; its forward pass needs no more.
+    """Return the activation bytes per token that a layer saves for backward; forward needs no more than that.
 
     The number is exact for Llama and Qwen2, and up to 14% off for other families.
     """
     queries = model.num_attention_heads * model.head_dim
     num_saved = 4 * model.hidden_size + 3 * model.intermediate_size + (4 + 2 * model.qk_norm) * queries
     factor = CPU_FACTOR if work.device_type == "cpu" else 1.0
-    if model.norm_adds_one:  # these norms save their inputs in fp32
+    if model.norm_adds_one:  # norms that scale by 1 + weight save their inputs in fp32
         factor *= 1.35
-    # transformers' rotary embedding, gated activation and norms save more (docs/families.md).
+    # transformers' rotary embedding, gated activation and norms save more for backward (docs/families.md).
     if model.hf_backend is not None:
         factor *= 1.5
     return factor * work.dtype.itemsize * num_saved
 
 
 def _activation_bytes(work: Workload, sizes: Sizes, model: ModelConfig) -> float:
-    """Return a microbatch's peak bytes: for its activations, or for the gradient reduction at the end of backward."""
+    """Return a microbatch's peak memory (bytes), either of activations or of the gradient reduction after backward."""
     itemsize = work.dtype.itemsize
     layer_token_bytes = _layer_bytes_per_token(work, model)
     token_bytes = model.num_hidden_layers * layer_token_bytes + 0.4 * layer_token_bytes
@@ -235,7 +236,7 @@ def _decoding_bytes(work: Workload, sizes: Sizes) -> dict[str, float]:
 
 
 def choose_sizes(work: Workload, given: Mapping[str, Any]) -> Budget:
-    """Choose a rank's sizes: first for the update, then the number of requests. The cache gets the remaining memory.
+    """Choose a rank's sizes: first the update's sizes, then the number of requests, and last the cache's capacity.
 
     Sizes in `given` are kept. If nothing fits, return the smallest sizes that can hold the longest request.
     """
@@ -245,7 +246,7 @@ def choose_sizes(work: Workload, given: Mapping[str, Any]) -> Budget:
         chosen = budget(work, dataclasses.replace(min_sizes, **given))
         if chosen.fits():
             break
-    # Requests get half of the memory, and the cache gets the other half.
+    # Requests may take up to half of the memory; the cache gets what is left.
     requests = int(chosen.available_bytes / 2 / chosen.decoding_bytes["requests"])
     requests = max(1, min(requests, work.num_requests, MAX_REQUESTS[work.device_type]))
     chosen = budget(work, dataclasses.replace(chosen.sizes, max_running_requests=requests))
@@ -258,6 +259,6 @@ def choose_sizes(work: Workload, given: Mapping[str, Any]) -> Budget:
         min(max_tokens, work.longest_tokens + int(cache_bytes / token_bytes))
         for cache_bytes in (free_bytes, free_bytes - sum(chosen.training_bytes.values()))
     )
-    # Keeping the cache allocated between steps is worth giving up a third of its tokens.
+    # A cache that stays allocated between steps is worth giving up a third of the cached tokens.
     num_tokens = side_by_side if 3 * side_by_side >= 2 * in_turns else in_turns
     return budget(work, dataclasses.replace(chosen.sizes, cache_tokens=max(work.longest_tokens, num_tokens)))

@@ -5,12 +5,12 @@
     .../000050/resume/0-of-2.pt      one rank's shards of fp32 master weights and optimizer state
     .../000050/resume/progress.pt    `Progress` fields, including the script's `extra`; adapters' base models and shapes
 
-Every rank writes its files into .half-000050-TOKEN and syncs them to disk. Rank 0 then renames the folder to 000050,
-which makes it a checkpoint. All checkpoints are therefore complete, even if the process is killed or the disk is full,
-and a run resumes from the newest one. Old checkpoints are deleted only after the rename; each is first renamed to a
-name with a leading dot.
+Every rank writes its files into .half-000050-TOKEN and syncs the files to disk. Rank 0 then renames the folder to
+000050, which turns the folder into a checkpoint. All checkpoints are therefore complete, even if the process is killed
+or the disk is full. A run resumes from its newest checkpoint. Old checkpoints are deleted only after a new checkpoint
+is complete; before deletion, an old checkpoint gets a name with a leading dot.
 
-Saving blocks training. Files are read with `torch.load(weights_only=True)`, which never executes code from them.
+Saving blocks training. Files are read with `torch.load(weights_only=True)`, which never executes code from a file.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def checkpoints_in(run_folder: Path) -> list[Path]:
 
 
 class Checkpoints:
-    """Writer and reader of a run's checkpoints, which contain models and optimizers.
+    """Writes and reads a run's checkpoints, which contain models and optimizers.
 
     models: (model, optimizer) pairs, keyed by name; the checkpoint folder itself is the first model's Hugging Face
         folder. Configs and tokenizer files are read once, in `__init__`, because a model's folder may be an old
@@ -61,7 +61,7 @@ class Checkpoints:
         self._run_folder = run_folder
         self._models = models
         self._keep = keep
-        # The token is unique to each start, so that a rank still alive from an earlier start writes to another folder.
+        # The token is unique to each start. A rank still alive from an earlier start thus writes to a different folder.
         self._token = broadcast_object(secrets.token_hex(4))
         self._adapters: PerModel = {}
         # Files that `write_folder` writes next to each model's weights, on rank 0 only.
@@ -87,8 +87,8 @@ class Checkpoints:
     def restore(self, checkpoint: Path) -> dict[str, Any]:
         """Load models and optimizers from a checkpoint; return the saved fields of `Progress` (collective).
 
-        Any number of ranks may have saved the checkpoint. Raises InputError if its models or adapters differ from
-        the script's; the adapters' base model may have moved to another path, though.
+        The checkpoint may come from any number of ranks. Raises InputError if the checkpoint's models or adapters
+        differ from the script's. The base model of adapters may have moved to another path, however.
         """
         progress = _load_file(checkpoint / PROGRESS_FILE)
         num_saved = progress.pop("world_size")
@@ -97,7 +97,8 @@ class Checkpoints:
         saved_names = list(files[0]["models"])
         refuse(
             saved_names != list(self._models),
-            f"{checkpoint} has the models {saved_names}, this script {list(self._models)}; use another --run-name",
+            f"{checkpoint} has the models {saved_names}, but this script has {list(self._models)}; use another "
+            "--run-name",
         )
         for name, (model, optimizer) in self._models.items():
             old, new = adapters.get(name, {}), self._adapters.get(name, {})
@@ -106,7 +107,7 @@ class Checkpoints:
                 changed.pop("base_model_name_or_path", None)  # the same weights at another path
             refuse(
                 changed,
-                f"{checkpoint} has other adapters of the {name}: {changed} (saved, now); use another --run-name",
+                f"{checkpoint} has other adapters for the {name}: {changed} (saved, now); use another --run-name",
             )
             model.load_state(optimizer, [file["models"][name] for file in files], origin=str(checkpoint))
         print0(f"resuming after step {progress['step']}, from {checkpoint} (world size {num_saved})")
@@ -130,7 +131,7 @@ class Checkpoints:
         except OSError as error:
             raise SaveError(
                 f"{error.filename}: {error.strerror} ({shutil.disk_usage(self._run_folder).free:,} bytes are free); "
-                f"the checkpoint of step {progress['step']} is not saved; earlier ones are intact"
+                f"the checkpoint of step {progress['step']} is not saved; earlier checkpoints are intact"
             ) from None
 
     def _write_files(self, folder: Path, progress: Mapping[str, Any]) -> None:
@@ -195,9 +196,9 @@ def _load_file(path: Path) -> dict[str, Any]:
 
 
 def prune_checkpoints(run_folder: Path, *, keep: int) -> None:
-    """Delete a run's checkpoints, except the newest `keep` (0: keep all) and the one with the best held-out score.
+    """Delete all but a run's newest `keep` checkpoints (0: keep all) and the checkpoint with the best held-out score.
 
-    Of checkpoints with the same score, the newest counts as the best. Unreadable checkpoints are never deleted.
+    If several checkpoints share the best score, the newest of them is kept. Unreadable checkpoints are never deleted.
     """
     checkpoints = checkpoints_in(run_folder)
     if keep == 0 or len(checkpoints) <= keep:

@@ -1,6 +1,6 @@
 """Reject contradictory or meaningless flags before anything is loaded.
 
-Flags that have no effect are accepted. A fork with other rules changes or drops the call in its `main`.
+Flags without effect are accepted. A fork with other rules changes or removes the check that its `main` calls.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ POSITIVE = (
     "num_steps prompts_per_step group_size num_epochs num_minibatches max_tokens_per_microbatch lr value_lr "
     "max_new_tokens temperature cache_tokens workers call_timeout eval_rows hang_timeout"
 ).split()
-MAX_NUMBER = 2**63 - 1  # the largest int that fits in a tensor; a larger float is a typo
+MAX_NUMBER = 2**63 - 1  # the largest int that fits in a tensor; any larger float must be a typo
 
 
 def check_grpo(config: Any) -> None:
@@ -33,10 +33,11 @@ def check_grpo(config: Any) -> None:
             f"--baseline {config.baseline}: needs --advantage-norm none or whiten; the std of equal rewards is 0",
         )
     if config.kl_reward_coef:
-        refuse(config.kl_coef, "--kl-coef with --kl-reward-coef: put the KL term into one of the two")
+        refuse(config.kl_coef, "--kl-coef with --kl-reward-coef: give only one of the two KL penalties")
         refuse(
             config.advantage_norm == "group_std",
-            "--kl-reward-coef: --advantage-norm group_std would normalise it away; use another norm, or --kl-coef",
+            "--kl-reward-coef: --advantage-norm group_std would normalise the penalty away; use another norm, or "
+            "--kl-coef",
         )
     if config.teacher or (config.kl_reward_coef and config.has_token_penalty):
         refuse(
@@ -59,8 +60,8 @@ def check_shared(config: RunConfig) -> None:
     sources = rollout_flags(config)
     refuse(
         len(sources) > 1,
-        f"{' and '.join(flag_name(kind) for kind, _ in sources)}: each of them defines the rollouts; drop all but "
-        "one (an --environment or a --rollout may call the others itself)",
+        f"{' and '.join(flag_name(kind) for kind, _ in sources)}: each of these flags defines the rollouts; keep only "
+        "one (code in an --environment or --rollout may call other code itself)",
     )
     refuse(
         config.model and not config.data and config.task == "auto",
@@ -70,7 +71,8 @@ def check_shared(config: RunConfig) -> None:
         refuse(
             config.needs_policy_logprobs,
             "--correction none: with --max-staleness the old logprobs come from the weights that sampled the tokens, "
-            "but the KL of --kl-reward-coef or --teacher needs the current policy's; choose another correction",
+            "but the KL term of --kl-reward-coef or --teacher needs the current policy's logprobs; choose another "
+            "correction",
         )
     num_rollouts = config.prompts_per_step * config.group_size
     refuse(

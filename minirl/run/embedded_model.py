@@ -1,7 +1,7 @@
-"""Embedded model for runs without --model: a tiny Llama, warm-started on an embedded task.
+"""The bundled model for runs without --model: a tiny Llama, warm-started on a bundled task.
 
-Rank 0 creates the model's folder, with weights and tokenizer, once per task. The folder's name contains a hash of this
-file and the task's name; the complete folder is renamed into place.
+Rank 0 creates the model folder, with weights and tokenizer, once per task. The folder name contains a hash of this file
+and the task name. The folder is renamed into place once it is complete.
 """
 
 import hashlib
@@ -56,12 +56,12 @@ EMBEDDED_TASKS: dict[str, Callable[[], Task]] = {"sorting": load_sorting, "calcu
 
 
 def embedded_model_folder(root: Path, task: str = "sorting") -> Path:
-    """Return the embedded model's folder for one of `EMBEDDED_TASKS`, created in `root` on first use (collective)."""
+    """Return the bundled model's folder for a task in `EMBEDDED_TASKS`; create it in `root` if needed (collective)."""
     digest = hashlib.sha256(Path(__file__).read_bytes() + task.encode()).hexdigest()
     folder = root / f"toy-{digest[:8]}"
     if rank() == 0 and not folder.exists():
         print0(
-            f"making the embedded model: {WARM_START_STEPS[task]} supervised steps on {task}, into {folder}"
+            f"creating the bundled model in {folder}, with {WARM_START_STEPS[task]} supervised steps on {task}"
         )
         _make_folder(folder, EMBEDDED_TASKS[task]())
     barrier()
@@ -69,7 +69,7 @@ def embedded_model_folder(root: Path, task: str = "sorting") -> Path:
 
 
 def _make_folder(folder: Path, task: Task) -> None:
-    """Warm-start the model and write its folder. Another run may do the same concurrently."""
+    """Warm-start the model and write the model folder. Another run may do the same concurrently."""
     weights = dict(warm_start(task).named_parameters())
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".half-{folder.name}-", dir=folder.parent) as temporary:
@@ -85,7 +85,7 @@ def _make_folder(folder: Path, task: Task) -> None:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Write a Hugging Face tokenizer with one token for each character and each of `CALL_TOKENS`."""
+    """Write a Hugging Face tokenizer with one token per character and one per entry in `CALL_TOKENS`."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -97,9 +97,9 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def warm_start(task: Task) -> Transformer:
-    """Return a new model, trained with cross-entropy on correct answers until it sometimes answers correctly.
+    """Return a new model, trained with cross-entropy on correct answers until some of its samples are correct.
 
-    RL needs some correct answers to start from.
+    RL cannot start from a model whose samples are all wrong.
     """
     generator = torch.Generator().manual_seed(SEED)
     model = Transformer(config_from_dict(CONFIG))

@@ -1,4 +1,4 @@
-"""Parse the command line into a config: one flag per field, groups in `--help`, and presets."""
+"""Parse the command line into a config, with one flag per field, flag groups in `--help`, and presets."""
 
 import argparse
 import sys
@@ -25,10 +25,10 @@ def run_script(
     description: str,
     presets: Mapping[str, dict[str, Any]] | None = None,
 ) -> typing.NoReturn:
-    """Parse the command line into a `config_class`, run `main` on it, and exit with the code that it returns.
+    """Parse the command line into a `config_class`, call `main` with the config, and exit with the returned code.
 
-    presets: values that `--algorithm NAME` sets, keyed by NAME; command-line flags take precedence. Every rank calls
-    this function.
+    presets: field values that `--algorithm NAME` sets, keyed by NAME; command-line flags take precedence. Every rank
+    calls this function.
     """
     launch.run(lambda: main(parse(config_class, description=description, presets=presets)))
 
@@ -45,14 +45,14 @@ def parse(
     """Parse the command line (or `arguments`) into a config whose defaults come from the preset or from `defaults`.
 
     names: the fields to expose as flags (None: all fields). tyro reads types and help texts from `config_class` and its
-    bases; a help text that begins with [Title] opens a group. tyro exits with code 2 on an invalid flag. Raises
-    InputError for an unknown preset.
+    base classes; a help text that begins with [Title] opens a flag group. tyro exits with code 2 on an invalid flag.
+    Raises InputError for an unknown preset.
     """
     if presets:
         algorithm = peek_flag("algorithm", arguments) or next(iter(presets))
         refuse(algorithm not in presets, f"--algorithm {algorithm}: must be one of {', '.join(presets)}")
         defaults = presets[algorithm]
-    # tyro prints group titles only for nested structs, so the flat config is converted to a nested one.
+    # tyro prints group titles only for nested structs, so the flat config is converted to a nested struct.
     groups: dict[str, list[Any]] = defaultdict(list)
     info = StructTypeInfo.make(config_class, config_class(**defaults or {}), in_union_context=False)
     spec: Any = ConstructorRegistry.get_struct_spec(info)
@@ -64,7 +64,7 @@ def parse(
         if names is None or field.name in names:
             argument = tyro.conf.arg(
                 help=text,
-                # If the default is None or (), the help text itself says what it means.
+                # Each help text already explains a default of None or ().
                 help_behavior_hint="" if field.default in (None, ()) else None,
                 metavar=f"{{{','.join(presets)}}}" if presets and field.name == "algorithm" else None,
             )
@@ -78,13 +78,13 @@ def parse(
             config=(tyro.conf.OmitArgPrefixes,),
             console_outputs=rank() == 0,
         )
-    except BrokenPipeError:  # the reader of --help has closed the pipe, as `head` does
+    except BrokenPipeError:  # the pipe was closed early, for example by `--help | head`
         sys.exit(0)
     return config_class(**ChainMap(*map(asdict, values.values())))
 
 
 def peek_flag(name: str, arguments: Sequence[str] | None) -> str | None:
-    """Return the value of a flag that other defaults depend on, before parsing the rest, or None if it is not given."""
+    """Return one flag's value, or None if the flag is absent. The defaults for the full parse depend on the flag."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(f"--{name}", dest="value")
     return parser.parse_known_args(arguments)[0].value

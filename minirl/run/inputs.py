@@ -1,4 +1,4 @@
-"""Load a run's inputs from its flags: task, rewards, rollout function, prompts and tokenizer."""
+"""Load the inputs that a run's flags specify: task, rewards, rollout function, prompts and tokenizer."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ from minirl.run.config import ROLLOUT_CODE, RunConfig, model_folder_of_field, ro
 from minirl.run.embedded_model import EMBEDDED_TASKS
 from minirl.run.planning import default_microbatch_tokens
 
-# Names that reward functions must not have, because metrics under reward/ and eval/ use them.
+# Names that reward functions must not have, because other metrics under reward/ and eval/ have these names.
 RESERVED = {
     "",
     *"reward reward_model overlong before mean std frac_equal_groups not_applicable"
@@ -44,7 +44,7 @@ RESERVED = {
 
 
 def load_rollout(config: RunConfig) -> UserRollout | None:
-    """Load the rollout function of --rollout, --tools or --environment; return None if no such flag is given.
+    """Load the rollout function that --rollout, --tools or --environment defines; return None without these flags.
 
     Raises InputError if the code cannot be loaded or used. Not collective.
     """
@@ -66,14 +66,14 @@ def load_rollout(config: RunConfig) -> UserRollout | None:
         is_given = kind == "rollout" or (loaded.gives_reward and reward == EPISODE)
         refuse(
             reward.partition(":")[0] == EPISODE and not is_given,
-            f"--reward {reward}: --{kind} {spec} returns no such reward; for --reward {EPISODE} an --environment needs "
-            "`get_reward(self)`; or score completions or `environments` with --reward FILE.py:FUNCTION",
+            f"--reward {reward}: --{kind} {spec} returns no such reward; an --environment needs `get_reward(self)` for "
+            f"--reward {EPISODE}; otherwise, score completions or `environments` with --reward FILE.py:FUNCTION",
         )
     return loaded
 
 
 def load_task(config: RunConfig, *, has_rewards: bool = False) -> Task:
-    """Load the task that the flags select, and check all rows of its data. Not collective.
+    """Load the task that the flags select, and check all rows of the task's data. Not collective.
 
     has_rewards: whether the script defines its own rewards. Raises InputError, naming the file, line, field or flag.
     """
@@ -89,13 +89,13 @@ def load_task(config: RunConfig, *, has_rewards: bool = False) -> Task:
         data, eval_data = TRAIN_DATA, eval_data or (TEST_DATA,)
     refuse(
         len({Path(path).stem for path in eval_data}) < len(eval_data),
-        f"--eval-data {' '.join(eval_data)}: two files have the same name, which metrics use; rename one",
+        f"--eval-data {' '.join(eval_data)}: two files have the same name, so their metrics would, too; rename one",
     )
     if name == "gsm8k":
         return load_gsm8k(data, eval_data)
     refuse(
         config.is_rewarded and not (config.reward or config.reward_model or has_rewards),
-        "--data needs --reward FILE.py:FUNCTION, or --reward episode if the rollouts return it, --reward-model DIR or "
+        "--data needs --reward FILE.py:FUNCTION, --reward episode (if rollouts return rewards), --reward-model DIR or "
         "--task gsm8k",
     )
     return load_jsonl_task(data, eval_data)
@@ -106,9 +106,9 @@ def load_rewards(config: RunConfig, task: Task) -> tuple[Mapping[str, RewardLike
 
     With --reward or --reward-model, the task's rewards are only logged; the caller adds the reward models.
 
-    Starts the --reward worker processes, which inspect the functions' arguments, so call this function only after the
-    flags and data have been checked and the run folder is locked. Raises InputError, naming the flag and function, and
-    the file, line and field of a row that lacks an argument.
+    Starts the --reward worker processes, which inspect the functions' arguments. Call this function only after the
+    flags and data have been checked and the run folder is locked. Raises InputError, naming the flag and function, and,
+    if a row lacks an argument, the file, line and field.
     """
     if not config.reward and not config.reward_model:
         return task.rewards, task.extra_scores
@@ -128,7 +128,7 @@ def load_rewards(config: RunConfig, task: Task) -> tuple[Mapping[str, RewardLike
 
 
 def _load_reward(config: RunConfig, spec: str) -> Reward:
-    """Load a --reward function in worker processes, or in this process if it takes any of OBJECT_ARGUMENTS.
+    """Load a --reward function: in worker processes, unless the function takes any of OBJECT_ARGUMENTS.
 
     Raises InputError if the function cannot be loaded.
     """
@@ -140,7 +140,7 @@ def _load_reward(config: RunConfig, spec: str) -> Reward:
     reward = WorkerReward(spec, timeout_s=config.call_timeout, num_workers=config.workers)
     if not any(map(reward.signature.takes, OBJECT_ARGUMENTS)):
         return reward
-    # These arguments cannot be sent to another process, and only the loaded function shows whether it takes them.
+    # Objects cannot be sent to another process. Only the loaded function shows which arguments it takes.
     reward.stop()
     with loading_user_code(f"--reward {spec}"):
         (function,) = find_functions(source, name)
@@ -158,8 +158,8 @@ def load_prompts(
 ) -> tuple[ModelConfig, PromptStream, PromptStream]:
     """Return the policy's config, the training prompts and the held-out prompts; both streams include the tokenizer.
 
-    tools, scalar_head: see `Setup`. If the folder has weights, they are checked too. Raises InputError, naming the
-    files, rows and flags at fault.
+    tools, scalar_head: see `Setup`. Also checks the folder's weights, if any. Raises InputError, naming the files, rows
+    and flags at fault.
     """
     model_config = read_config(model_folder, scalar_head=None if scalar_head else False)
     model_config = dataclasses.replace(model_config, scalar_head=scalar_head, adapters=config.adapters)
@@ -193,7 +193,7 @@ def load_prompts(
 
 
 def _check_teacher(folder: Path, tokenizer: ChatTokenizer, vocab_size: int) -> int:
-    """Return a teacher's maximum number of positions. Raises InputError unless it shares the policy's token ids."""
+    """Return a teacher's maximum number of positions. Raises InputError if the policy has other token ids."""
     teacher = read_config(folder, scalar_head=False)
     ids, teachers_ids = (one.backend.get_vocab() for one in (tokenizer, Tokenizer(folder)))
     mismatched = sorted(token for token, _ in ids.items() ^ teachers_ids.items())[:3]
@@ -218,15 +218,15 @@ def load_tokenizer(
     user_rollout: UserRollout | None,
     vocab_size: int | None = None,
 ) -> ChatTokenizer:
-    """Load the tokenizer, whose chat prompts describe the tools from the script, --tools or --environment.
+    """Load the tokenizer. Chat prompts describe the tools from the script, --tools or --environment.
 
-    Raises InputError if the tokenizer cannot parse calls to the tools from --tools or --environment, or cannot render
-    the tools' results, and if the chat template ignores a template argument.
+    Raises InputError if the tokenizer cannot parse tool calls or render tool results (for --tools or --environment), or
+    if the chat template ignores a template argument.
     """
     user_tools = [] if user_rollout is None else user_rollout.tools
     refuse(
         tools and user_tools,
-        "--tools or --environment: this script describes its own tools, which would never be called; use --rollout",
+        "--tools or --environment: prompts show the script's own tools, so these would never be called; use --rollout",
     )
     tokenizer = ChatTokenizer(
         folder,

@@ -1,4 +1,4 @@
-"""Describe a run's machine, models and lengths to the memory budget, and plan the run's sizes."""
+"""Describe a run's machine, models and sequence lengths for the memory budget, and plan the run's sizes."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ from minirl.run.config import RunConfig, model_folder_of_field
 
 # Fields that may be "auto", in addition to shard_weights.
 AUTO_SIZES = ("cache_tokens", "max_tokens_per_microbatch", "recompute_layers")
-# Gradient sums round differently with other values, so a resumed run keeps the recorded ones.
+# Gradient sums round differently with other values, so a resumed run keeps the recorded values.
 PINNED_SIZES = ("max_tokens_per_microbatch", "shard_gradients", "shard_weights")
 FULL_WEIGHTS = {"shard_weights": False}
 SHARDED_WEIGHTS = {"shard_weights": True, "shard_gradients": True}
@@ -31,7 +31,7 @@ CGROUP_V2_FILES = ("memory.max", "memory.current", "memory.stat")
 
 
 def this_machine(device: torch.device) -> Machine:
-    """Describe this run's ranks; the free memory is that of the rank with the least (collective).
+    """Return this run's machine, with the smallest free memory of all ranks (collective).
 
     Before `process_group.start`, only this rank is measured.
     """
@@ -42,29 +42,30 @@ def this_machine(device: torch.device) -> Machine:
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Return the free host memory in bytes, limited by the memory limits of this process's cgroups."""
+    """Return the free host memory in bytes, capped by the memory limits of this process's cgroups."""
     (available_kib,) = re.findall(r"MemAvailable: +(\d+) kB", (root / "proc/meminfo").read_text())
     free = 1024 * int(available_kib)
-    # Lines are "0::PATH" for version 2, "NUMBER:CONTROLLERS:PATH" for version 1. A container may see its path on the
-    # host although its own cgroup is mounted at the root, so the files in all parent folders are read too.
+    # Lines are "0::PATH" for version 2, "NUMBER:CONTROLLERS:PATH" for version 1. A container may see its cgroup's
+    # path on the host although the cgroup is mounted at the root, so the files in all parent folders are read too.
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         file_names = CGROUP_V1_FILES if controllers else CGROUP_V2_FILES
         cgroup = root / f"sys/fs/cgroup/{controllers}{path}"
         for folder in (cgroup, *cgroup.parents):
-            with contextlib.suppress(OSError, ValueError):  # not a memory cgroup, or one whose limit is "max"
+            with contextlib.suppress(OSError, ValueError):  # not a memory cgroup, or its limit is "max"
                 limit, usage, stat = ((folder / name).read_text() for name in file_names)
-                # The last match includes child cgroups. The kernel reclaims this page cache before memory runs out.
+                # The last match includes child cgroups. The kernel reclaims inactive page cache before memory runs out.
                 *_, cached = re.findall(r"inactive_file (\d+)", stat)
                 free = min(free, int(limit) - int(usage) + int(cached))
     return free
 
 
 def plan(config: RunConfig, work: Workload, *, recorded: Mapping[str, Any]) -> Budget:
-    """Choose a run's sizes, with full weights on each rank if they fit.
+    """Choose a run's sizes, with full weights on each rank if full weights fit.
 
-    recorded: content of a resumed run's args.json, or {} for a new run. A recorded microbatch size grows if the
-    longest sequence no longer fits into it. Raises InputError for a run that does not fit, unless all sizes are given.
+    recorded: content of a resumed run's args.json, or {} for a new run. A recorded microbatch size grows if the longest
+    sequence no longer fits into a microbatch. Raises InputError for a run that does not fit, unless all sizes are
+    given.
     """
     given = {name: recorded[name] for name in PINNED_SIZES if name in recorded}
     for name in (*AUTO_SIZES, "shard_weights"):
@@ -109,11 +110,11 @@ def workload(
     held_out: PromptStream,
     saved: Path | None = None,
 ) -> Workload:
-    """Return a rank's workload. Models other than the policy are described by their config.json alone.
+    """Return a rank's workload. For models other than the policy, only config.json is read.
 
     saved: a resumed run's checkpoint (None for a new run or with adapters). Raises InputError for unusable models.
     """
-    # A stream skips prompts that leave less room for a completion.
+    # Streams skip prompts that leave fewer than `max_new_tokens` tokens for the completion.
     longest = max(prompts.longest_prompt, held_out.longest_prompt) + prompts.max_new_tokens
     trained = [policy]
     shares_base = False

@@ -6,13 +6,13 @@ from typing import Any
 
 @dataclass
 class Progress:
-    """A run's counters and the script's own state; checkpoints store them with the models.
+    """A run's counters and the script's own state, which every checkpoint stores along with the models.
 
     step: number of completed steps. update: number of completed optimizer steps, which is also the weight version.
     first_update: number of optimizer steps completed before the current step. num_served: number of prompts drawn from
-    the stream. before: held-out scores before training. evaluated: held-out scores after the current step, if it
-    was evaluated. in_flight: ordinals of the prompts whose rollouts continue in a later step. extra: the script's own
-    state; see `Run`.
+    the stream. before: held-out scores before training. evaluated: held-out scores after the current step; empty if no
+    evaluation was due. in_flight: ordinals of the prompts whose rollouts continue in a later step. extra: the script's
+    own state; see `Run`.
     """
 
     step: int = 0

@@ -1,8 +1,7 @@
 """Parts of the training loop that do not depend on the objective.
 
-A script creates a `Run` from its `Setup`, loops over its `steps`, ends each step with `finish_step` and returns
-the exit code from `close`. Nothing here calls back into the script, so a fork that needs something else writes it
-into its own loop.
+A script creates a `Run` from its `Setup`, loops over `steps`, ends each step with `finish_step` and returns the exit
+code from `close`. A `Run` never calls back into the script; a fork with other needs changes its own training loop.
 """
 
 import contextlib
@@ -46,9 +45,10 @@ from minirl.training.sharded_model import ShardedModel
 
 
 class Run:
-    """A training run, from its first step to its last. All ranks construct it (collective).
+    """A training run, from its first step to its last. Every rank constructs a `Run` (collective).
 
-    Scripts use `device`, `max_new_tokens` and `progress`, which they advance themselves.
+    Scripts use `device`, `max_new_tokens` and `progress`. A script increments `progress.update` after each optimizer
+    step.
     """
 
     def __init__(
@@ -61,8 +61,9 @@ class Run:
     ):
         """Resume from the newest checkpoint if there is one, open the logs, and evaluate before the first step.
 
-        models: (model, optimizer) pairs, keyed by name, the policy first; checkpoints contain all of them. collector:
-        source of the training rollouts, whose engine also runs evaluations; None if the script generates nothing.
+        models: (model, optimizer) pairs, keyed by name, the policy first; checkpoints contain all of these models.
+        collector: source of the training rollouts, whose engine also runs evaluations; None if the script generates
+        nothing.
 
         extra: initial values of the script's own state, which must be the same on every rank; each save stores the
         current values from `progress.extra`. Values are JSON values and tensors, nested in dicts and lists.
@@ -130,10 +131,9 @@ class Run:
 
         Returns this rank's batch, on the host, and its microbatches, one list per minibatch.
 
-        is_skipped: bool [P, G], mask of the rollouts with zero gradient; None if there are none. One of their
-        sequences is computed anyway, so that `refuse_skipped_gradient` can check that its gradient is zero, and every
-        step can measure the gap between sampled and training logprobs.
-        streams, batch_type: see `exchange`.
+        is_skipped: bool [P, G], mask of the rollouts with zero gradient; None skips no rollout. One sequence of a
+        skipped rollout is computed anyway. `refuse_skipped_gradient` checks that this sequence's gradient is zero, and
+        every step can measure the gap between sampled and training logprobs. streams, batch_type: see `exchange`.
         """
         sequences = groups.sequences
         skipped: list[SequenceInfo] = []
@@ -193,7 +193,7 @@ class Run:
     def log_rollouts(self, step: int, groups: Groups, batch: Batch) -> None:
         """Write the step's rollouts with their mean advantages (0 if skipped) to the run's folder (collective).
 
-        Call it before the update, so that the rollouts are logged even if the update raises an error.
+        Call this method before the update, so that rollouts are logged even if the update raises an error.
         """
         num_loss_tokens = groups.num_loss_tokens.flatten()
         sums = sequence_sums(batch.advantages, batch.lengths)
@@ -216,7 +216,7 @@ class Run:
         metrics: StepMetrics,
         groups: Groups | None = None,
     ) -> None:
-        """Reduce and log the step's metrics; evaluate and save a checkpoint if these are due (collective).
+        """Reduce and log the step's metrics; evaluate and save a checkpoint if due at this step (collective).
 
         groups: the step's groups of rollouts; None for a step without rollouts.
         """

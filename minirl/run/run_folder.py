@@ -29,17 +29,17 @@ class RunFolder:
     """A run's locked folder."""
 
     path: Path
-    args: Mapping[str, Any]  # content of args.json from the last start; {} in a new run
+    args: Mapping[str, Any]  # content of args.json from the previous start; {} in a new run
     checkpoint: Path | None  # checkpoint to resume from; None in a new run
-    lock: IO[str] | None  # locked file on rank 0; the OS releases the lock when the process exits
+    lock: IO[str] | None  # lock file, open on rank 0; the OS releases the lock when the process exits
 
 
 @contextlib.contextmanager
 def lock_run_folder(name: str) -> Iterator[RunFolder]:
     """Lock the run folder `name`, creating it if needed, and yield it; the block sets up the run (collective).
 
-    The lock outlives the block. If the block raises InputError, the folder is removed if still empty. Partial
-    checkpoints from a killed save are deleted; the run resumes from the newest complete one.
+    The lock outlives the block. If the block raises InputError, a folder without any files but the lock is removed.
+    Partial checkpoints from a killed save are deleted; the run resumes from the newest complete checkpoint.
 
     Raises InputError if the name is a path, or if the folder is in use, not a run folder, not writable, or not shared
     by all nodes.
@@ -56,7 +56,7 @@ def lock_run_folder(name: str) -> Iterator[RunFolder]:
     args, checkpoint = broadcast_object(previous)
     try:
         path = folder / "lock"
-        # Each start appends to the lock file, so its content differs if another node has its own folder with this name.
+        # Each start appends a token to the lock file, so nodes that do not share the folder read different content.
         require_same(path.exists() and path.read_text(), f"{folder}: the run folder ($MINIRL_RUNS)")
         yield RunFolder(folder, args, checkpoint, lock)
     except InputError:
@@ -68,7 +68,7 @@ def lock_run_folder(name: str) -> Iterator[RunFolder]:
 
 
 def _previous_start(folder: Path) -> tuple[dict[str, Any], Path | None]:
-    """Delete partial checkpoints; return args.json and the newest checkpoint ({} and None in a new folder)."""
+    """Delete partial checkpoints; return args.json's content and the newest checkpoint ({} and None if new)."""
     if os.listdir(folder) == ["lock"]:
         return {}, None
     for leftover in (folder / "checkpoints").glob(".*"):
@@ -79,7 +79,7 @@ def _previous_start(folder: Path) -> tuple[dict[str, Any], Path | None]:
 
 
 def _take_lock(folder: Path) -> IO[str]:
-    """Create the folder unless it exists, and lock it for this process. Raises InputError if that fails."""
+    """Create the folder if needed, and lock it for this process. Raises InputError if either step fails."""
     path = folder / "lock"
     is_foreign = not path.exists() and any(folder.glob("*"))
     refuse(is_foreign, f"{folder} is not a run folder; choose another --run-name")
@@ -90,7 +90,7 @@ def _take_lock(folder: Path) -> IO[str]:
         print(secrets.token_hex(4), file=lock, flush=True)
     except BlockingIOError:
         raise InputError(
-            f"{folder}: another run is using it; wait until it ends, or choose another --run-name"
+            f"{folder}: another run is using it; wait for that run to end, or choose another --run-name"
         ) from None
     except OSError as error:
         raise InputError(f"{folder}: {error.strerror}; see --run-name and $MINIRL_RUNS") from None
@@ -103,9 +103,9 @@ def runs_root() -> Path:
 
 
 def find_run(name: str, required_file: str) -> Path:
-    """Find a run's folder by path or by name; the folder must contain `required_file`, a file or a folder.
+    """Find a run folder by path or by run name. The folder must contain `required_file`, a file or a subfolder.
 
-    Raises InputError if neither the path nor the name leads to such a folder.
+    Raises InputError if no such folder exists.
     """
     folders = [Path(name), runs_root() / name]
     for folder in folders:
@@ -113,5 +113,5 @@ def find_run(name: str, required_file: str) -> Path:
         if os.path.exists(folder / required_file):
             return folder
     raise InputError(
-        f"{name}: no {required_file} in {folders[0]} or {folders[1]}; give the folder or name of a run"
+        f"{name}: no {required_file} in {folders[0]} or {folders[1]}; give a run's folder or name"
     )

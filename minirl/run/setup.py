@@ -1,6 +1,6 @@
 """Set up a run: check all inputs, choose sizes, load models, and create the engine and the collector.
 
-A script creates a `Setup`, gets models and a collector from the `Setup`, and passes it to `Run`.
+A script creates a `Setup`, uses it to create models and a collector, and passes them all to `Run`.
 """
 
 import json
@@ -69,14 +69,14 @@ class Setup:
         task's rewards and --reward.
         scalar_head: whether the run trains a reward model on the layers of --model, instead of a policy.
         tools: tools that chat prompts describe, as JSON schemas or as functions with type hints and docstrings.
-        For --dry-run, the script calls `print_plan` instead, with the same rewards, tools and scalar_head.
+        With --dry-run, the script calls `print_plan` instead, with the same rewards, tools and scalar_head.
         Raises InputError on every rank, naming the flag, file, line or field at fault.
         """
         refuse(
             config.dry_run, "--dry-run: the script must call print_plan before Setup, as train_grpo.py does"
         )
         self.config = config
-        # Fingerprint of the reference model's weights; None if the reference is the policy without its adapters.
+        # Fingerprint of the reference model's weights, or None if there is no separate reference model.
         self._reference_weights: int | None = None
         self.device = process_group.start(
             shares_cores=config.offload_optimizer,
@@ -127,12 +127,12 @@ class Setup:
         self.sizes = self._budget.sizes
         num_parts = world_size() if self.sizes.shard_weights else 1
         batch_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, num_parts)
-        # All ranks must make the same choice: to score old logprobs or not.
+        # All ranks must agree on whether to score old logprobs.
         self._logprobs_match = all(gather_objects(batch_invariant))
         self.old_logprobs = old_logprobs_source(self.config, logprobs_match=self._logprobs_match)
 
     def _load_rewards(self, trained: Mapping[str, RewardLike], logged: Mapping[str, RewardLike]) -> None:
-        """Load the reward models, whose batch size depends on the chosen sizes; pair all rewards with weights."""
+        """Load the reward models, after their batch size has been chosen, and give each reward its weight."""
         config = self.config
         rewards = dict(trained)
         for reward, model in config.reward_models.items():
@@ -186,8 +186,8 @@ class Setup:
     def load_frozen(self, policy: ShardedModel) -> list[FrozenModel]:
         """Load the reference and the teacher, if the flags require them (collective).
 
-        The reference is the run's initial model. With adapters, it is the policy without its adapters and shares
-        the policy's weights.
+        The reference is the run's initial model. With adapters, the reference is the policy with its adapters disabled,
+        so both share weights.
         """
         models = []
         if self.config.has_reference:
@@ -198,8 +198,8 @@ class Setup:
                 self._reference_weights = weights_fingerprint(source)
                 refuse(
                     self.folder.args.get("reference_weights") not in (None, self._reference_weights),
-                    f"--model {source}: is not the run's initial model, which its KL terms refer to; give that model, "
-                    "or another --run-name",
+                    f"--model {source}: is not the run's initial model, which is the reference of its KL terms; give "
+                    "the initial model, or another --run-name",
                 )
                 models.append(self.frozen_model(source, score_batch, ["ref_logprobs"]))
         if teacher := model_folder_of_field(self.config, "teacher"):
@@ -214,9 +214,9 @@ class Setup:
     ) -> FrozenModel:
         """Return a frozen model that scores each step's rollouts (collective if weights are sharded).
 
-        source: a loaded model, or a model folder. A model from a folder is sharded if weights are sharded; otherwise
-        its vocabulary is truncated to the policy's. Raises InputError if a sharded model has a larger vocabulary than
-        the policy.
+        source: a loaded model, or a model folder. A model loaded from a folder is sharded if the policy's weights are;
+        otherwise, it gets the policy's vocabulary size by truncation. Raises InputError if a sharded model has a larger
+        vocabulary than the policy.
         """
         model: ShardedModel | Transformer
         if isinstance(source, ShardedModel):
@@ -225,7 +225,7 @@ class Setup:
             config = read_config(source, scalar_head=False)
             refuse(
                 config.vocab_size > self.model_config.vocab_size,
-                f"{source} has {config.vocab_size} tokens, the policy only {self.model_config.vocab_size}; use "
+                f"{source} has {config.vocab_size} tokens, but the policy only {self.model_config.vocab_size}; use "
                 "--shard-weights off, which truncates the vocabulary",
             )
             model = self.load_model(config, source, is_frozen=lambda name: True)
@@ -244,8 +244,8 @@ class Setup:
     ) -> Collector:
         """Create the collector, which generates and rewards each step's rollouts. Not collective.
 
-        policy: model whose weights the engine decodes from directly, without a copy. --rollout, --tools or
-        --environment, if given, replaces `rollout`. For the other arguments, see `Collector`.
+        policy: model to generate with; the engine uses the model's weights directly, without a copy. --rollout, --tools
+        or --environment, if given, replaces `rollout`. For the other arguments, see `Collector`.
         """
         config, sizes = self.config, self.sizes
         model = policy.decoder if isinstance(policy, ShardedModel) else policy
@@ -337,7 +337,7 @@ class Setup:
             print0(f"note: {note}")
 
     def _changed_flags(self) -> list[str]:
-        """Return a note about the flags that have changed since the run's last start, or [] if none has."""
+        """Return a one-note list of the flags changed since the run's last start, or [] if no flag has changed."""
         old = self.folder.args.get("flags", {})
         # A JSON round trip makes the new values comparable: tuples become lists.
         new = json.loads(json_text(vars(self.config)))
@@ -349,23 +349,24 @@ class Setup:
         return [f"this run last started with other flags: {', '.join(changed)}"] if changed else []
 
     def _initial_model_folder(self) -> Path:
-        """Return the folder of the model given by --model, or of the embedded model (collective)."""
+        """Return the folder of the model given by --model, or of the bundled model (collective)."""
         if self.config.model is None:
             warm_start_task = "calculator" if self.config.task == "calculator" else "sorting"
             return embedded_model_folder(runs_root(), warm_start_task)
-        # In an evaluation, ranks may see different newest checkpoints of a run, so all use rank 0's.
+        # In an evaluation, ranks may find different newest checkpoints, so every rank uses rank 0's choice.
         return resolve_folder(broadcast_object(self.config.model))
 
 
 def old_logprobs_source(config: RunConfig, *, logprobs_match: bool) -> str:
-    """Return the source of old logprobs: "sampled", "scored", or "auto" if the step does not need them.
+    """Return the source of old logprobs: "sampled", "scored", or "auto" if a step needs no old logprobs.
 
     logprobs_match: whether sampled logprobs equal training logprobs bitwise.
 
-    With one update per step the old policy is the current one, so the ratio is 1 and no old logprobs are needed. KL
-    terms in the advantages are computed before the update; if there are any, "auto" also requires that sampled logprobs
-    match. With --max-staleness, some tokens were sampled by older weights: without importance weights (--correction
-    none), ratios are relative to those older weights; otherwise old logprobs are scored or omitted.
+    With one update per step, the old policy is the current policy, so the ratio is 1 and no old logprobs are needed. KL
+    terms in the advantages are computed before the update and need logprobs, so with KL terms, "auto" also requires
+    that sampled logprobs match. With --max-staleness, older weights sampled some of the tokens. Without importance
+    weights (--correction none), ratios are relative to those older weights; otherwise, old logprobs are scored or
+    omitted.
     """
     if config.max_staleness and config.correction == "none":
         return "sampled"
