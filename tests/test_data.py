@@ -363,7 +363,7 @@ def test_row_18_an_empty_file_is_refused(write, content):
 
 def test_row_18_few_rows_are_said():
     """Few rows work, and a note gives the numbers. Pitfall 57."""
-    said = ["train: a step takes 16 prompts but there are only 4: it repeats some"]
+    said = ["train: a step takes 16 prompts but there are only 4, so some repeat"]
     assert letter_prompts("abaa").notes(per_step=16) == said
     assert letter_prompts("ab").notes(per_step=2) == letter_prompts("ab").notes() == []
 

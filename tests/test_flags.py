@@ -100,8 +100,8 @@ REFUSED = [
     ("--dry-run --chat-template-kwargs [1]", "--chat-template-kwargs [1]: "),
     ("--overlong-buffer 4", "--overlong-buffer 4.0: must be a fraction"),
     ("--num-minibatches 129", "--num-minibatches 129: a step has only 128 rollouts"),
-    ("--tools a.py:f --rollout a.py:g", "--rollout and --tools: each of them defines the rollouts"),
-    ("--tools a.py:f --environment a.py:E", "--tools and --environment: each of them"),
+    ("--tools a.py:f --rollout a.py:g", "--rollout and --tools: each of these flags defines the rollouts"),
+    ("--tools a.py:f --environment a.py:E", "--tools and --environment: each of these flags"),
     ("--rollout json:loads,dumps", "json has no function loads,dumps"),
     # the script's
     ("--group-size 1 --advantage-norm none", "--group-size 1: --baseline mean or"),

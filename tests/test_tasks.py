@@ -198,7 +198,7 @@ def test_a_reward_or_reward_model_takes_the_place_of_the_tasks_own_which_is_stil
     [
         (
             {"data": "a.jsonl"},
-            "needs --reward FILE.py:FUNCTION, or --reward episode .*, --reward-model DIR or --task gsm8k",
+            "needs --reward FILE.py:FUNCTION, --reward episode .*, --reward-model DIR or --task gsm8k",
         ),
         ({"task": "sorting", "data": "a.jsonl"}, "drop --data"),
         ({"reward": ("score",)}, "--reward score: expected"),

@@ -1,6 +1,6 @@
 """Parse a completion into reasoning, content and tool calls: a message in Hugging Face's format.
 
-The model wrote the text, so parsing never fails: `parse_error` describes a malformed call.
+Parsing never fails, because a model may write anything; `parse_error` describes a malformed call.
 """
 
 import json
@@ -15,8 +15,8 @@ from minirl.data.chat_tokenizer import ChatTokenizer
 from minirl.data.messages import check_text
 from minirl.errors import refuse
 
-# Number of tokens before a turn in which to search for an open <think>. Only those after the last special token count,
-# because the turn's message begins there.
+# Number of tokens before a turn to search for an open <think>. Only tokens after the last special token count, because
+# the assistant message begins there.
 TAIL_TOKENS = 64
 _HERMES_TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 # A tool call in the format of Hermes, Qwen2.5 and Qwen3: {"name": ..., "arguments": {...}} between tags.
@@ -62,24 +62,24 @@ def check_calls_parsable(tokenizer: ChatTokenizer) -> None:
 
 
 def uses_hermes_format(tokenizer: ChatTokenizer) -> bool:
-    """Whether the model writes Hermes calls: its chat template shows one and its tokenizer has no response template."""
+    """Whether tool calls are in Hermes format: the chat template shows one, and there is no response template."""
     shows_call = _SHOWN_HERMES_CALL.search(str(tokenizer.backend.chat_template)) is not None
     return shows_call and getattr(tokenizer.backend, "response_template", None) is None
 
 
 def _parse_with_template(tokenizer: ChatTokenizer, text: str, prefix: str) -> dict[str, Any]:
-    """Parse a text that follows `prefix` into a message, with the tokenizer's response template."""
+    """Parse the text after `prefix` into a message with the tokenizer's response template."""
     backend = tokenizer.backend
     refuse(
         getattr(backend, "response_template", None) is None,
         f"{tokenizer.folder}: its tokenizer has no response template, so its tool-call format is unknown; "
-        "use the text instead",
+        "use the turn's text instead",
     )
     try:
         message: dict[str, Any] = backend.parse_response(text, prefix=prefix, tools=tokenizer.tools or None)
         check_text(message)
     except Exception as error:
-        # The model's folder supplies the template and the model the text, so this may raise anything.
+        # The template comes from the model folder and the text from the model, so parsing may raise anything.
         return {"role": "assistant", "content": text, "parse_error": str(error)[:300]}
     return {"role": "assistant", "content": ""} | message
 

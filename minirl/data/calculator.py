@@ -1,7 +1,7 @@
-"""An embedded tool-use task: multiply two three-digit numbers with a calculator.
+"""A bundled tool-use task: multiply two three-digit numbers with a calculator.
 
-A completion may call the tool: `<calc>12*34</calc>`. The rollout function docs/examples/calculator.py appends the
-product and "=". Without that function, calls get no result.
+A completion may call the tool: `<calc>12*34</calc>`. The rollout function in docs/examples/calculator.py
+appends the product and "=". Without that rollout function, tool calls get no result.
 """
 
 import random
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from minirl.data.task import Row, Task, exact_score
 
 CALL_TOKENS = ("<calc>", "</calc>")
-# A call, its result and an answer take at most 23 tokens.
+# A tool call, the tool result and an answer take at most 23 tokens.
 MAX_NEW_TOKENS = 32
-# Fraction of warm-start examples whose first turn calls the calculator; the others answer directly.
+# Fraction of warm-start examples whose first turn calls the calculator; all other examples answer directly.
 CALL_FREQUENCY = 0.05
 
 
 def last_answer(completion: str) -> str:
-    """Return the text after the last tool result, or the whole text if there is none."""
+    """Return the text after the last tool result, or the whole text if it contains no tool result."""
     return completion.rpartition("=")[2]
 
 
@@ -25,7 +25,7 @@ score = exact_score(last_answer)
 
 
 def load_calculator(*, num_train: int = 4000, num_eval: int = 256) -> Task:
-    """Make the task from distinct random operand pairs. Held-out pairs are never trained on."""
+    """Generate the task from distinct random operand pairs. Held-out pairs are never trained on."""
     generator = random.Random(0)
     # A dict serves as an ordered set.
     pairs: dict[tuple[int, int], None] = {}
@@ -48,12 +48,12 @@ def load_calculator(*, num_train: int = 4000, num_eval: int = 256) -> Task:
 
 
 def has_call(completions: Sequence[str]) -> list[float]:
-    """Return 1 for each completion that calls the calculator, else 0. Logged, not trained on."""
+    """Return 1 for each completion that calls the calculator, else 0. The score is logged, not trained on."""
     return [float("</calc>" in completion) for completion in completions]
 
 
 def _examples(rows: Sequence[Row], generator: random.Random) -> list[Row]:
-    """Return three examples per row, one each for beginning the first turn, writing the call and using its result."""
+    """Return three examples per row: how to begin a completion, write a tool call, and answer after the result."""
     examples = []
     for row in rows:
         prompt = str(row.prompt)

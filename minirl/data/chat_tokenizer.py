@@ -72,7 +72,7 @@ class ChatTokenizer(Tokenizer):
         return tokenizer
 
     def is_chat(self, prompt: Prompt) -> bool:
-        """Whether a prompt goes through the chat template. True for token ids, which the template may have written."""
+        """Whether a prompt is a chat: templated text, messages, or token ids, which may come from the template."""
         return self.chat or not isinstance(prompt, str)
 
     def stop_ids_of(self, prompt: Prompt) -> frozenset[int]:
@@ -85,13 +85,13 @@ class ChatTokenizer(Tokenizer):
         if self.eos_ids and not self.is_chat(prompt):
             ends = self.backend.decode(self.eos_ids)
             notes.append(
-                f"the tokenizer writes {ends} after texts; prompts omit it, since the model continues them"
+                f"the tokenizer writes {ends} after texts; prompts omit it, because completions continue the prompts"
             )
         stop_ids = self.stop_ids_of(prompt)
         if stop_ids != self.stop_ids:
             ends = ", ".join(self.backend.convert_ids_to_tokens(sorted(stop_ids & self.known_ids)))
             notes.append(
-                f"turns stop at {ends}; one of them is from the chat template, not the model's files"
+                f"turns stop at {ends}; one of these tokens is from the chat template, not the model's files"
             )
         if min(stop_ids, default=self.vocab_size) >= self.vocab_size:
             notes.append(
@@ -104,7 +104,7 @@ class ChatTokenizer(Tokenizer):
         return next(self.encode_all([row]))
 
     def encode_all(self, rows: Sequence[Row]) -> Iterator[list[int]]:
-        """Yield the token ids of each row's prompt. Chats include the row's tools or else the run's.
+        """Yield the token ids of each row's prompt. Chat prompts include the row's tools, or else the run's tools.
 
         Text prompts begin with exactly one BOS token and never end with EOS, because the completion continues them.
         Chat prompts have only the special tokens that the chat template writes. Raises InputError, naming the row, if
@@ -117,7 +117,7 @@ class ChatTokenizer(Tokenizer):
             try:
                 encoded = self.backend(texts, add_special_tokens=False)["input_ids"]
             except Exception:
-                # Encode one by one, so that the error names the row.
+                # Encode the texts one by one, so that the error names the row.
                 encoded = [self.encode_text(text, row.origin) for row, text in zip(batch, texts, strict=True)]
             for row, ids in zip(batch, encoded, strict=True):
                 if not self.is_chat(row.prompt):
@@ -142,9 +142,9 @@ class ChatTokenizer(Tokenizer):
         return tokenizer.render_checked(as_messages(row.prompt), row.origin, is_prompt=True)
 
     def encode_after(self, after: After, origin: str, *, end_id: int | None) -> list[int]:
-        """Return the ids to append between two turns. Text is tokenized without a leading space.
+        """Return the token ids to append between two turns. Text is tokenized without a leading space.
 
-        after: messages must come from `read_message`. end_id: for messages, see `encode_following_messages`. Raises
+        after: text, token ids, or messages from `read_message`. end_id: see `encode_following_messages`. Raises
         InputError, naming `origin`, for messages that cannot be rendered and for ids outside the model's vocabulary.
         """
         if is_messages(after):
@@ -186,15 +186,15 @@ class ChatTokenizer(Tokenizer):
         )
 
     def encode_following_messages(self, messages: Messages, origin: str, *, end_id: int | None) -> list[int]:
-        """Return the ids of messages that follow a sampled assistant message, up to the start of the next one.
+        """Return the ids of messages after a sampled assistant message, up to the next assistant message's start.
 
-        The ids begin where the sampled message ends. That message is never rendered, because the template might render
-        it differently (`render_after_answer`).
+        The ids begin where the sampled message ends. The sampled message itself is never rendered, because the template
+        might change its text (`render_after_answer`).
 
-        end_id: the sampled message's last id if the model ended the message, None if it was truncated. If the template
-        closes an assistant message with this id, the ids up to it are not repeated. Raises InputError, naming `origin`
-        and the tokenizer's folder, if the last message is the assistant's or the template rejects or does not show a
-        message.
+        end_id: the sampled message's last id if the model ended the message; None if the message was truncated. If the
+        template closes assistant messages with this id, the returned ids begin after the id. Raises InputError, naming
+        `origin` and the tokenizer's folder, if the last message is the assistant's, or if the template rejects or drops
+        a message.
         """
         refuse(
             messages[-1]["role"] == "assistant",
@@ -213,10 +213,11 @@ class ChatTokenizer(Tokenizer):
         return ids
 
     def render_after_answer(self, messages: Messages, origin: str) -> str:
-        """Return the chat template's text after an assistant message: these messages and the start of the next one.
+        """Return the text that the chat template writes for these messages after an assistant message.
 
-        It renders a user message, a one-word assistant message and these messages, and returns the text after the word.
-        Raises InputError, naming `origin`, if the template rejects the conversation or does not show the word.
+        The text ends with the start of the next assistant message. To get the text, a user message, a one-word
+        assistant message and these messages are rendered, and everything up to that word is cut. Raises InputError,
+        naming `origin`, if the template rejects the conversation or does not show the word.
         """
         conversation = [
             {"role": "user", "content": "a"},
@@ -235,9 +236,9 @@ class ChatTokenizer(Tokenizer):
     def render_checked(self, messages: Messages, origin: str, *, is_prompt: bool) -> str:
         """Render messages with the chat template, and check that every message, tool call and tool appears.
 
-        Raises InputError if any of them is missing, or if the template rejects the messages. Some templates silently
-        drop tools and unknown roles. To detect this, the messages are also rendered with marks in place of their texts,
-        and every mark must appear.
+        Raises InputError if a message, tool call or tool is missing, or if the template rejects the messages. Some
+        templates silently drop tools and unknown roles. To detect dropped parts, the messages are also rendered with a
+        unique mark in place of each text, and every mark must appear.
         """
         text = self.render(messages, origin, is_prompt=is_prompt)
         marked, tools, marks = replace_with_marks(messages, self.tools)
@@ -248,9 +249,9 @@ class ChatTokenizer(Tokenizer):
     def render(self, messages: Messages, origin: str, *, is_prompt: bool) -> str:
         """Render messages and tools with the chat template and its arguments.
 
-        A prompt ends with the generation prompt. If its last message is the assistant's, the completion continues
-        that message, as in TRL. Raises InputError, naming `origin` and the folder, if the template rejects the
-        messages.
+        A prompt ends with the generation prompt. If a prompt's last message is the assistant's, however, the completion
+        continues that message, as in TRL. Raises InputError, naming `origin` and the folder, if the template rejects
+        the messages.
         """
         if self.backend.chat_template is None:
             hint = "leave out --chat" if self.chat else "use text prompts"
@@ -267,7 +268,7 @@ class ChatTokenizer(Tokenizer):
                 **self.template_arguments,
             )
         except Exception as error:
-            # A template is a program from the model's folder, so it may raise anything.
+            # A chat template is a program from the model folder, so rendering may raise anything.
             reason = f"{type(error).__name__}: {str(error)[:300]}"
             raise InputError(
                 f"{origin}: the chat template of {self.folder} rejects the messages: {reason}; change the "
@@ -279,8 +280,8 @@ class ChatTokenizer(Tokenizer):
         for mark, description in marks.items():
             refuse(
                 mark not in text,
-                f"{origin}: the chat template of {self.folder} does not show {description}; write it in another "
-                "role, or as text",
+                f"{origin}: the chat template of {self.folder} does not show {description}; use another role "
+                "for it, or plain text",
             )
 
     def check_arguments(self) -> None:
@@ -294,7 +295,7 @@ class ChatTokenizer(Tokenizer):
     def _turn_end_ids(self) -> set[int]:
         """Return a set with the id of the special token that the chat template writes after an assistant message.
 
-        The set is empty if there is no such token, or if the template writes one of `stop_ids` there.
+        The set is empty if there is no such token, or if one of `stop_ids` already follows an assistant message.
         """
         try:
             text = self.render_after_answer([{"role": "user", "content": _MARK}], str(self.folder))
@@ -310,7 +311,7 @@ def replace_with_marks(
 ) -> tuple[Messages, list[dict[str, Any]], dict[str, str]]:
     """Replace texts, and the names of tools and called functions, with unique marks.
 
-    Return copies of the messages and tool schemas, and a description of what each mark replaces.
+    Return copies of the messages and tool schemas, and a description of the replaced part for each mark.
     """
     messages, schemas = copy.deepcopy((messages, list(tools)))
     marks: dict[str, str] = {}
@@ -326,7 +327,7 @@ def replace_with_marks(
         for call in calls:
             call["function"]["name"] = mark(f"a tool call of a message of role {role!r}")
         if message["content"] or not calls:
-            message["content"] = mark(f"a message of role {role!r} in its place")
+            message["content"] = mark(f"a message of role {role!r} at its position")
     for schema in schemas:
         schema["function"]["name"] = mark(f"the tool {schema['function']['name']}")
     return messages, schemas, marks

@@ -36,7 +36,7 @@ def conversation_record(rollout: Rollout, tokenizer: ChatTokenizer) -> dict[str,
 def completion_messages(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
     """Return the rollout's messages minus any leading messages from the row's prompt.
 
-    The prompt's last message may continue with the text from an environment's `reset`, or with the completion.
+    In the rollout, text from an environment's `reset`, or the completion, may extend the prompt's last message.
     """
     messages = rollout_messages(rollout, tokenizer)
     if not messages:
@@ -50,7 +50,7 @@ def completion_messages(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
     if first_message["role"] == last["role"] and str(first_message["content"]).startswith(
         str(last["content"])
     ):
-        if last["role"] == "assistant":  # its continuation is the completion, even an empty one
+        if last["role"] == "assistant":  # the text after the prompt's is the completion, even if empty
             first_message["content"] = first_message["content"].removeprefix(last["content"])
         else:
             del messages[0]
@@ -60,8 +60,8 @@ def completion_messages(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
 def rollout_messages(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
     """Return the conversation of a rollout's last branch in TRL's format; [] if the branch begins with token ids.
 
-    Messages contain no special tokens. If there are tools, an assistant message that is exactly one turn includes
-    its tool calls.
+    Messages contain no special tokens. With tools, an assistant message that consists of one whole turn includes the
+    turn's tool calls.
     """
     branch_prompt = rollout.episode.prompt
     if branch_prompt is None or is_token_ids(branch_prompt):
@@ -93,9 +93,9 @@ def branch_messages(
 ) -> Messages:
     """Return the messages of a branch: its prompt, the appended messages and the assistant messages.
 
-    answer: function that returns an assistant message, as text or as a dict. Its arguments are the message's last turn
-    and the message's start among the branch's tokens after the prompt. An assistant message spans all turns up to the
-    next appended messages.
+    answer: function that returns an assistant message, as text or as a dict, given the message's last turn and the
+    index of the message's first token, counted from the end of the branch's prompt. An assistant message spans all
+    turns up to the next appended messages.
     """
     messages = [dict(message) for message in as_messages(prompt)]
     start = 0
@@ -103,16 +103,14 @@ def branch_messages(
         if turn.inserted:
             messages += (dict(message) for message in turn.inserted)
             start = turn.start
-        # Otherwise the assistant message continues in the next turn.
+        # Without appended messages, the assistant message continues in the next turn.
         if i + 1 == len(turns) or turns[i + 1].inserted:
             add_answer(messages, answer(turn, start))
     return messages
 
 
 def _segments(rollout: Rollout, tokenizer: ChatTokenizer) -> Iterator[dict[str, Any]]:
-    """Yield each turn's tokens and the tokens appended before it, branch by branch; later branches begin with their
-    prompts.
-    """
+    """Yield the segments of all branches in order: appended tokens and turns, and the prompts of later branches."""
     for branch in rollout.branches:
         number = branch.rollout_id.branch
         last = branch.num_prompt_tokens

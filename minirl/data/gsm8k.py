@@ -3,10 +3,10 @@
 The reward is the strict score: the number after the last "####" must equal the reference answer. The pattern is
 the dataset's own, `#### (-?[0-9.,]+)`, plus an optional $. Text after the number is ignored ("40%" is 40); a number
 after a plus, a Unicode minus or markup does not match. The flexible score uses the completion's last number, with any
-sign. It is only logged: before a model has learnt the format, the two scores differ widely.
+sign. The flexible score is only logged. Before a model has learnt the format, the two scores differ widely.
 
-Both parse the number as a whole: "1/2" is 0.5 and "1.5e3" is 1,500, but "10-12" is not a number, nor is "2,3", since
-commas separate thousands.
+Both scores parse a number as a whole: "1/2" is 0.5 and "1.5e3" is 1,500, but neither "10-12" nor "2,3" is a number,
+because commas separate thousands.
 """
 
 import re
@@ -23,7 +23,7 @@ TEST_DATA = "openai/gsm8k:main:test"
 INSTRUCTION = '\nThink step by step, then write the final answer after "####".'
 # The characters that a number may contain from its first digit on.
 _DIGITS = r"\.?[0-9][0-9.,/eE+\u2212-]*"
-# A number such as 1,234.50, 1.5e3 or 3/4, short enough to fit a float.
+# A number such as 1,234.50, 1.5e3 or 3/4, short enough to fit into a float.
 _NUMBER = re.compile(
     r"([-+]?(?=\.?[0-9])(?:[0-9]{1,3}(?:,[0-9]{3}){1,30}|[0-9]{0,99})(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,2})?)"
     r"(?:/([1-9][0-9]{0,9}))?"
@@ -36,12 +36,12 @@ def strict_answer(text: str) -> float | None:
 
 
 def flexible_answer(text: str) -> float | None:
-    """Return the last number in the text, or None if there are no digits or the last ones do not form a number."""
+    """Return the last number in the text, or None if there is none or the last digits do not form a number."""
     return _last_number(rf"(?:(?<!\w)[-+\u2212$]{{1,2}})?{_DIGITS}", text)
 
 
 def _last_number(pattern: str, text: str) -> float | None:
-    """Return the pattern's last match as a number, or None if it does not match or is not a number."""
+    """Return the pattern's last match as a number, or None if there is no match or the match is not a number."""
     candidate = "".join(re.findall(pattern, text)[-1:])
     candidate = candidate.replace("\u2212", "-").replace("$", "").rstrip(".,/eE+-")
     number = _NUMBER.fullmatch(candidate)

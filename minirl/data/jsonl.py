@@ -27,8 +27,8 @@ def load_jsonl_task(data: str, eval_data: Sequence[str]) -> Task:
 def _to_row(fields: dict[str, Any], origin: str) -> Row:
     """Convert an object with a "prompt", and optionally "tools", to a row; its other fields become columns.
 
-    Raises InputError, naming the origin, if the prompt is invalid or a column has a name that is reserved for an
-    argument of reward functions.
+    Raises InputError, naming the origin, if the prompt is invalid or a column's name is reserved for a reward function
+    argument.
     """
     refuse(
         not isinstance(fields.get("prompt"), str | list),
@@ -81,7 +81,7 @@ def _json_objects(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object's fields. Raises InputError for a repeated name, because `json` would keep only the last."""
+    """Return an object's fields. Raises InputError for a repeated name, for which `json` would keep the last value."""
     fields = dict(pairs)
     refuse(len(fields) < len(pairs), f"a field is repeated: {list(fields)}")
     return fields
@@ -92,6 +92,6 @@ def _parse_json(text: bytes, origin: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_reject_duplicate_keys)
     except (ValueError, RecursionError) as error:
-        # Covers other encodings, numbers with thousands of digits and lists nested thousands deep. Drop "line 1", which
-        # is relative to the line, not to the file.
+        # The causes include other encodings, numbers with thousands of digits and lists nested thousands deep. Drop
+        # "line 1" from the message, because its line numbers are not the file's.
         raise InputError(f"{origin}: cannot be read as JSON: {str(error).replace('line 1 ', '')}") from None

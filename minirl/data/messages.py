@@ -1,4 +1,4 @@
-"""Messages and tools as chat templates expect them, validated here for rows, scripts, rollouts and agents alike."""
+"""Messages and tools in the form that chat templates expect, validated for rows, scripts, rollouts and agents."""
 
 import contextlib
 import inspect
@@ -21,9 +21,9 @@ Tool = dict[str, Any] | Callable[..., Any]
 def read_message(message: Any, origin: str) -> dict[str, Any]:
     """Normalize a message for chat templates: text as content, and objects as tool-call arguments.
 
-    Accepts what users and clients write: content that is null, missing or a list of text parts, and arguments as JSON
-    text. Any other list is valid only as a tool's result, and stays a list. Raises InputError, naming `origin`, for
-    anything else.
+    Accepts variants that users and clients write: content that is null, missing or a list of text parts, and arguments
+    as JSON text. Any other list is valid only as a tool's result, and stays a list. Raises InputError, naming `origin`,
+    for an invalid message.
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise InputError(f"{origin}: {message!r:.80}: expected a message, an object with role and content")
@@ -99,7 +99,7 @@ def as_messages(prompt: str | Messages) -> Messages:
 
 
 def add_answer(messages: Messages, answer: str | dict[str, Any]) -> None:
-    """Append an assistant message (text or dict), or join it to the last message if that is the assistant's."""
+    """Append an assistant message (text or dict); if the last message is the assistant's, extend that message."""
     if isinstance(answer, str):
         answer = {"role": "assistant", "content": answer}
     # Only a prompt can end with an assistant message, which the completion continues.

@@ -1,4 +1,4 @@
-"""The prompt stream: draws rows in an order that depends only on (seed, epoch) and makes requests for the engine."""
+"""The prompt stream: draws rows in an order that depends only on (seed, epoch), and creates engine requests."""
 
 import copy
 import dataclasses
@@ -24,9 +24,9 @@ class PromptStream:
     `prompt_ordinal` numbers the prompts drawn over the whole run. A prompt's row is a pure function of (seed,
     prompt_ordinal). Prompts are tokenized when they are drawn.
 
-    longest_prompt: length of the longest prompt in tokens. row_index: maps a prompt_ordinal to the index of its row in
-    an epoch. A curriculum replaces this function with one that must return the same index as long as a prompt is in
-    use: throughout a step, and after a resume.
+    longest_prompt: length of the longest prompt in tokens. row_index: function that maps a prompt_ordinal to the index
+    of the prompt's row. A curriculum may assign another function, which must return the same index as long as a prompt
+    is in use: throughout a step, and after a resume.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class PromptStream:
         notes = list(self._notes)
         if self.num_prompts < per_step:
             notes.append(
-                f"a step takes {per_step} prompts but there are only {self.num_prompts}: it repeats some"
+                f"a step takes {per_step} prompts but there are only {self.num_prompts}, so some repeat"
             )
         return [f"{self.purpose}: {note}" for note in notes]
 
@@ -92,9 +92,10 @@ class PromptStream:
     ) -> list[Request]:
         """Return this rank's requests for these prompts.
 
-        Not collective. Each prompt has a group of `group_size` requests, followed by `num_greedy` greedy ones. A rank
-        gets whole groups, so it prefills a prompt once and has all the rollouts that a reward may compare. Ordinals are
-        assigned to ranks round-robin, so that the ranks stay balanced even if each call is for one prompt.
+        Not collective. Each prompt has a group of `group_size` requests, followed by `num_greedy` greedy requests. A
+        rank gets whole groups, so a prompt is prefilled only once, and all rollouts that a reward may compare are on
+        one rank. Prompts are assigned to ranks round-robin by ordinal, which keeps ranks balanced even if each call is
+        for one prompt.
         """
         requests = []
         for prompt_ordinal in ordinals:
@@ -119,9 +120,9 @@ class PromptStream:
         *,
         tools: list[dict[str, Any]] | None,
     ) -> Request:
-        """Return the request for a later branch of a rollout. `first` is the request of its first branch.
+        """Return the request for a later branch of a rollout. first: the request for the rollout's first branch.
 
-        The returned `max_new_tokens` is less than 1 if the prompt is too long. tools: the tools that a chat prompt
+        The request's `max_new_tokens` is below 1 if the prompt is too long. tools: the tools that a chat prompt
         includes; None means the tokenizer's tools. Raises InputError, naming `origin`, for an unusable prompt and for
         tools that the chat template does not show or whose calls cannot be parsed.
         """
@@ -165,7 +166,7 @@ class PromptStream:
         return tuple(self.tokenizer.encode(self._rows[self.row_index(prompt_ordinal)]))
 
     def row(self, prompt_ordinal: int) -> Row:
-        """Return a copy of a prompt's row, which the caller may change."""
+        """Return a copy of a prompt's row; the caller may modify the copy."""
         return copy.deepcopy(self._rows[self.row_index(prompt_ordinal)])
 
     def _shuffled_index(self, prompt_ordinal: int) -> int:
@@ -177,7 +178,7 @@ class PromptStream:
         refuse(
             min(lengths) > limit,
             f"every prompt is too long: the shortest has {min(lengths)} tokens, and --max-new-tokens "
-            f"{self.max_new_tokens} leaves {limit} of the {self.max_tokens} that the model, --cache-tokens and "
+            f"{self.max_new_tokens} leaves {limit} of the {self.max_tokens} tokens that the model, --cache-tokens and "
             "--max-tokens-per-microbatch allow",
         )
         origins = [row.origin for row, length in zip(rows, lengths, strict=True) if length > limit]

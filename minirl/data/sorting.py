@@ -1,4 +1,4 @@
-"""An embedded task: sort a string of 4 to 8 digits. Over 10^8 strings exist, so held-out ones are new to the model."""
+"""A bundled task: sort a string of 4 to 8 digits. With over 10^8 such strings, held-out strings are unseen."""
 
 import random
 
@@ -12,7 +12,7 @@ score = exact_score(str)
 
 
 def load_sorting(*, num_train: int = 20_000, num_eval: int = 256) -> Task:
-    """Make the task from distinct random strings. Held-out strings are never trained on."""
+    """Generate the task from distinct random strings. Held-out strings are never trained on."""
     generator = random.Random(0)
     # A dict serves as an ordered set.
     strings: dict[str, None] = {}

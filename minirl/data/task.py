@@ -1,7 +1,7 @@
 """A task: prompts and the functions that reward completions. Tasks contain text, never tensors.
 
-Each task is a module whose `load...` function returns a `Task`. To add a task, write such a module, or use a data file
-and a reward function without changing the package (see `jsonl`).
+Each task is a module whose `load...` function returns a `Task`. To add a task, write such a module, or combine a data
+file with a reward function, which needs no change to the package (see `jsonl`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,11 +10,11 @@ from typing import Any
 
 from minirl.data.messages import Messages
 
-# A function that rewards completions; see `rewards.functions` for its arguments and return value.
+# A function that rewards completions; `rewards.functions` describes the arguments and the return value.
 RewardFunction = Callable[..., Any]
-# Arguments that every reward function can take. All arguments outside these two lists are named after data columns.
+# Arguments that every reward function can take, in addition to EPISODE_ARGUMENTS and the names of data columns.
 STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
-# Passed only to reward functions that name them. No data column may have a name from either list.
+# Arguments passed only to reward functions that name them. Names in either list are not allowed for data columns.
 EPISODE_ARGUMENTS = ("episodes", "environments", "rollouts")
 
 
@@ -58,5 +58,5 @@ class Task:
     # Extracts a completion's answer for majority voting; returns None if there is no answer. Equal answers get equal
     # rewards.
     answer_of: Callable[[str], Any] | None = None
-    # Rows with a column "answer" for the warm start of the embedded model (default: the training rows).
+    # Rows with a column "answer" for the bundled model's warm start (default: the training rows).
     warm_start_rows: Sequence[Row] = ()

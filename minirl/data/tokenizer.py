@@ -1,7 +1,7 @@
 """A model folder's tokenizer, which converts text to token ids and back.
 
-Both directions are exact for parts of a sequence, which tokenizers alone do not guarantee: SentencePiece prepends a
-space to each text and drops the leading space when decoding.
+Both directions are exact even for parts of a sequence. Plain tokenizers do not guarantee exactness: SentencePiece
+prepends a space to each text and drops the leading space when decoding.
 """
 
 import functools
@@ -19,13 +19,13 @@ from minirl.model.folders import model_file
 
 # A model folder with a tokenizer has at least one of these files.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-# Texts to prepend before tokenizing other texts. An anchor cannot be used if a token spans its end.
+# Texts to prepend before tokenizing other texts. An anchor is unusable if a token spans the end of the anchor.
 ANCHORS = ("\n", "a", "0", ".")
 DECODED_ANCHOR = "a"
-# Decoders write this for invalid UTF-8; `decode` also writes it for an id without a token.
+# Decoders write this character for invalid UTF-8, and `decode` also writes it for ids without a token.
 _REPLACEMENT = "\ufffd"
-# Number of tokens to decode beyond those that a stop string can span: the tail's first token may decode differently
-# (without its space), and some text appears only with the next token.
+# Number of tokens to decode in addition to the tokens that a stop string can span: the tail's first token may lose its
+# leading space when decoded, and some text appears only with the next token.
 _MARGIN = 4
 
 
@@ -88,9 +88,9 @@ class Tokenizer:
         return ids if has_bos else self.bos_ids + ids
 
     def encode_appended(self, text: str, origin: str) -> list[int]:
-        """Return the token ids of a text that follows other tokens. They decode to exactly this text.
+        """Return the token ids of a text that follows other tokens. The ids decode to exactly this text.
 
-        The text is tokenized after an anchor, whose ids are then removed, so that it gets no leading space. Raises
+        The text is tokenized after an anchor, so no leading space is added; the anchor's ids are then removed. Raises
         InputError, naming `origin`, if the text cannot be tokenized.
         """
         if not text:
@@ -108,8 +108,8 @@ class Tokenizer:
         """Return the text of ids (array [L] or list) that follow other ids, with or without special tokens.
 
         The result is the text of the whole sequence minus the text before these ids, so a leading space is kept. An id
-        without a token (a model's vocabulary may be padded) becomes U+FFFD; otherwise a wrong completion could get the
-        reward of a correct one.
+        without a token (a model's vocabulary may be padded) becomes U+FFFD; otherwise, a wrong completion
+        could be rewarded as correct.
         """
         parts = []
         for is_known, group in itertools.groupby(np.asarray(ids).tolist(), key=self.known_ids.__contains__):
@@ -147,7 +147,7 @@ def find_stop_ids(folder: Path, eos_id: int | None) -> frozenset[int]:
 
 
 def is_stop_string(value: Any) -> bool:
-    """Whether `value` is usable as a stop string: "" occurs in every text, U+FFFD and lone surrogates in none."""
+    """Whether `value` is a usable stop string: not empty, and without U+FFFD and lone surrogates."""
     is_text = isinstance(value, str) and bool(value)
     return is_text and all(c != _REPLACEMENT and not "\ud800" <= c <= "\udfff" for c in value)
 
@@ -155,9 +155,9 @@ def is_stop_string(value: Any) -> bool:
 class StopStrings:
     """A `rollouts.StopTest` that checks whether the last sampled token completes one of these strings.
 
-    A string may begin and end inside a token; the token that completes it is the turn's last and is kept whole. The
-    text of a turn includes special tokens ("<|im_end|>" can be a stop string) and all spaces. Only the text's end is
-    decoded: every token adds at least one byte, so a string of n bytes spans at most n tokens.
+    A stop string may begin and end inside a token; the token that completes a stop string is the turn's last token and
+    is kept whole. The text of a turn includes special tokens ("<|im_end|>" can be a stop string) and all spaces. Only
+    the end of the text is decoded: every token adds at least one byte, so a string of n bytes spans at most n tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]):
@@ -165,13 +165,13 @@ class StopStrings:
         self.strings = strings
         self.max_tokens = max(len(string.encode()) for string in strings) + _MARGIN
         self._tokenizer = tokenizer
-        # Byte tokens such as "<0x0A>". Some decoders join a run of them into characters.
+        # Byte tokens such as "<0x0A>". Some decoders join consecutive byte tokens into characters.
         backend = tokenizer.backend
         byte_ids = backend.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
         self._byte_ids = set(byte_ids) - {None, backend.unk_token_id}
 
     def __call__(self, turns: Sequence[list[int]]) -> list[bool]:
-        """Return, for each turn, whether its last token completes a string.
+        """Return, for each turn, whether the turn's last token completes a stop string.
 
         turns: each turn's ids, or only the last `max_tokens` of them.
         """
@@ -183,8 +183,8 @@ class StopStrings:
         # No stop string contains an id without a token, and the text restarts after such an id (`Tokenizer.decode`).
         known_ids = self._tokenizer.known_ids
         first = max((i for i, token in enumerate(tail, 1) if token not in known_ids), default=0)
-        # A run of byte tokens decodes to U+FFFD if part of it is invalid, for example if the tail begins inside a
-        # character. A string in the run begins at one of its tokens.
+        # Consecutive byte tokens decode to U+FFFD if some of them are invalid, for example if the tail begins inside a
+        # character. A stop string within byte tokens begins at one of these tokens, so each is tried as the start.
         byte_starts = (i for i in range(first + 1, len(tail)) if tail[i] in self._byte_ids)
         for start in itertools.chain([first], byte_starts):
             text = self._tokenizer.decode(tail[start:], skip_special_tokens=False)
