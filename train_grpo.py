@@ -1,6 +1,6 @@
 r"""GRPO and its family: group-relative policy optimization of a language model, arXiv:2402.03300.
 
-    torchrun --standalone --nproc-per-node 2 train_grpo.py    # embedded model and task
+    torchrun --standalone --nproc-per-node 2 train_grpo.py    # bundled model and task
     torchrun --nproc-per-node 8 train_grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --chat --task gsm8k
     python train_grpo.py --model DIR --data my.jsonl --reward my_reward.py:score --algorithm dapo
 
@@ -55,17 +55,17 @@ class Config(RunConfig):
     """The flags of this script."""
 
     algorithm: str = "default"
-    """[Objective] preset of several flags (see ALGORITHMS); flags on the command line win"""
-    dynamic_sampling: bool = False  # resample zero-variance groups (by first reward) with new prompts
+    """[Objective] preset of several flags (see ALGORITHMS); command-line flags take precedence"""
+    dynamic_sampling: bool = False  # replace zero-variance groups (by first reward), using new prompts
     baseline: Literal["mean", "leave_one_out", "greedy", "none"] = "mean"
-    """baseline to subtract: the group's mean, the mean of its other rewards, or an extra greedy completion's reward"""
+    """baseline to subtract: the mean of the group, or of its other rewards, or an extra greedy completion's reward"""
     advantage_norm: Literal["group_std", "batch_std", "whiten", "none"] = "group_std"
     """std to divide advantages by, per group or per step; whiten: mean 0 and variance 1 over the step's tokens"""
     kl_reward_coef: float = 0.0
     """coefficient of the k1 KL penalty in the reward (per completion; per token with --baseline none); 0 disables"""
     kl_coef: float = 0.0  # coefficient of the k3 KL penalty in the loss; 0 disables
-    teacher: str | None = None  # folder or hub id of the on-policy distillation teacher (same token ids)
-    teacher_coef: float | None = None  # coefficient of the teacher KL next to rewards (default: distil only)
+    teacher: str | None = None  # folder or Hub id of the on-policy distillation teacher (same token ids)
+    teacher_coef: float | None = None  # teacher KL coefficient in addition to rewards (default: distil only)
     policy_loss: Literal["clip", "cispo"] = "clip"  # PPO's clipped surrogate, or CISPO (keeps all gradients)
     ratio_level: Literal["token", "sequence_mean", "sequence_sum"] = "token"
     """importance ratio per token (PPO), or per sequence from the mean (GSPO) or sum (RLOO) of log ratios"""
@@ -88,12 +88,12 @@ class Config(RunConfig):
 
     @property
     def has_token_penalty(self) -> bool:
-        """Whether --kl-reward-coef penalizes each token. With a baseline, it penalizes the whole completion."""
+        """Whether the --kl-reward-coef penalty is per token; with a baseline, the penalty is per completion."""
         return self.baseline == "none"
 
 
 async def rollout(episode: Episode) -> None:
-    """Generate one rollout by requesting turns. The engine batches them with the turns of all other rollouts.
+    """Generate one rollout by requesting turns. The engine batches turns across all rollouts.
 
     For another turn: turn = await episode.generate(); await episode.generate(after=reply_to(turn.text)). May return
     rewards: a number, or a dict of numbers.
@@ -125,7 +125,7 @@ def token_advantages(config: Config, groups: Groups, batch: Batch) -> Tensor:
         sums = gather_to_rollouts(batch, sequence_sums(kl, batch.lengths), scores.numel())
         scores = scores - config.kl_reward_coef * sums.view_as(scores)
     stream = batch.spread_rollouts(advantages(config, groups, scores))
-    if config.kl_reward_coef and config.has_token_penalty:  # a token also pays for later tokens
+    if config.kl_reward_coef and config.has_token_penalty:  # each token also gets the KL of later tokens
         kl = kl_penalty(batch.policy_logprobs, batch.ref_logprobs, "k1")
         kl_to_go = returns_to_go(kl[mask].double(), batch.num_loss_tokens)
         stream[mask] -= config.kl_reward_coef * kl_to_go
@@ -253,11 +253,11 @@ def main(config: Config) -> int:
 def can_skip(config: Config, groups: Groups, weights: Tensor) -> Tensor:
     """Return a mask [P, G] of rollouts with zero gradient, which the update can skip to save time.
 
-    Their weight is 0 (weights [P, G], from `rollout_weights`), or their advantage is 0 and no other term of the loss
-    has a gradient. Each step still computes one of their sequences: if it has a gradient, `refuse_skipped_gradient`
-    raises InputError.
+    A rollout's gradient is zero if its weight is 0 (weights [P, G], from `rollout_weights`), or if its advantage is 0
+    and no other term of the loss has a gradient. Each step still computes one skipped sequence; if this sequence has a
+    gradient, `refuse_skipped_gradient` raises InputError.
     """
-    if config.advantage_norm == "whiten" or config.kl_reward_coef:  # these depend on all tokens of the step
+    if config.advantage_norm == "whiten" or config.kl_reward_coef:  # both depend on all tokens of the step
         return torch.zeros_like(weights, dtype=torch.bool)
     if config.kl_coef or config.entropy_coef or config.teacher:
         return weights == 0

@@ -1,6 +1,6 @@
 r"""PPO with a value model, arXiv:1707.06347, for language models, arXiv:2203.02155.
 
-    torchrun --standalone --nproc-per-node 2 train_ppo.py     # embedded model and task
+    torchrun --standalone --nproc-per-node 2 train_ppo.py     # bundled model and task
     torchrun --nproc-per-node 8 train_ppo.py --model Qwen/Qwen2.5-1.5B-Instruct --chat --task gsm8k
     python train_ppo.py --model DIR --data my.jsonl --reward-model RM_DIR --value-model RM_DIR \
         --kl-reward-coef 0.05
@@ -60,21 +60,21 @@ from minirl.training.scoring import score_batch, value_batch
 class Config(RunConfig):
     """The flags of this script."""
 
-    prompts_per_step: int = 128  # prompts per step, across all ranks
-    group_size: int = 1  # completions per prompt
+    prompts_per_step: int = 128  # number of prompts per step, across all ranks
+    group_size: int = 1  # number of completions per prompt
     value_model: str | None = None
-    """[Objective] folder or hub id to initialize the value model from; a scalar head is optional (default: the policy)
+    """[Objective] folder or Hub id to initialize the value model from; a scalar head is optional (default: the policy)
     """
     value_lr: float | None = None
-    """peak learning rate of the value model (default: 1e-5; 1e-3 for the embedded model)"""
-    value_warmup_steps: int = 0  # initial steps that update only the value model
+    """peak learning rate of the value model (default: 1e-5; 1e-3 for the bundled model)"""
+    value_warmup_steps: int = 0  # number of initial steps that update only the value model
     value_clip: float = 0.2
-    """clip range of values: values farther than this from the old ones get no gradient; 0 disables"""
+    """clip range of values: values farther than this from the old values get no gradient; 0 disables clipping"""
     kl_reward_coef: float = 0.0  # coefficient of the k1 KL penalty in each token's reward; 0 disables
     gamma: float = 1.0  # discount per token
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation
     bootstrap_truncated: bool = False
-    """bootstrap truncated completions (--max-new-tokens) from the value of their last state instead of 0"""
+    """bootstrap completions truncated at --max-new-tokens from the value of their last state, not from 0"""
 
     num_value_models = 1
 
@@ -85,13 +85,13 @@ class Config(RunConfig):
 
     @property
     def value_peak_lr(self) -> float:
-        """`value_lr`, or its default for this model."""
+        """Peak learning rate of the value model: `value_lr`, or the model's default."""
         default = 1e-3 if self.is_embedded else 1e-5
         return self.value_lr or default
 
 
 async def rollout(episode: Episode) -> None:
-    """Generate one rollout by requesting turns. The engine batches them with the turns of all other rollouts.
+    """Generate one rollout by requesting turns. The engine batches turns across all rollouts.
 
     For another turn: turn = await episode.generate(); await episode.generate(after=reply_to(turn.text)). May return
     rewards: a number, or a dict of numbers.
@@ -260,7 +260,7 @@ def add_scoring(metrics: StepMetrics, groups: Groups, batch: Batch, kl: Tensor, 
 
 
 def value_model_source(config: Config, setup: Setup) -> tuple[ModelConfig, Path]:
-    """Return the value model's config and folder. Raises InputError if the model lacks policy tokens."""
+    """Return the value model's config and folder. Raises InputError unless the model suits the policy's inputs."""
     folder = (
         setup.checkpoint_folder("value") or model_folder_of_field(config, "value_model") or setup.model_folder
     )

@@ -43,7 +43,7 @@ from minirl.run.flags import parse, peek_flag
 from minirl.run.run_folder import find_run
 from minirl.run.setup import Setup
 
-# Flags whose defaults come from the evaluated run, and all flags of an evaluation.
+# RUN_FLAGS: flags whose defaults come from the evaluated run. FLAGS: all flags of an evaluation.
 RUN_FLAGS = (
     "task eval_data chat chat_template_kwargs max_new_tokens rollout tools environment workers call_timeout reward "
     "reward_model reward_weights overlong_buffer"
@@ -61,21 +61,21 @@ class Config(RunConfig):
     """Evaluation flags; training flags keep their defaults."""
 
     model: str | None = None
-    """[Model and data] Hugging Face folder or hub id, or a run whose newest checkpoint is evaluated (default: a tiny
-    embedded model)"""
+    """[Model and data] Hugging Face model folder or Hub id, or a run, to evaluate the run's newest checkpoint (default:
+    a tiny bundled model)"""
     data: str | None = None
     """file or dataset with the prompts to evaluate; --eval-data takes precedence"""
     eval_rows: int = 10**9  # [Evaluation] maximum number of rows per file
     eval_samples: Annotated[int, tyro.conf.arg(aliases=["--samples"])] = 0
-    """sampled completions per row, at --temperature (0: one greedy completion)"""
+    """number of sampled completions per row, at --temperature (0: one greedy completion)"""
     top_k: int = 0  # sample only from the top_k most likely tokens (at most 256); 0 disables
-    top_p: float = 1.0  # nucleus sampling: cumulative probability of the kept tokens, within --top-k
+    top_p: float = 1.0  # nucleus sampling: cumulative probability to keep among the --top-k tokens
 
     trains = False
 
 
 def find_model(model: str) -> tuple[str, dict[str, Any]]:
-    """Return the folder that --model names, and the content of its run's args.json ({} if it is outside a run).
+    """Return the model folder for --model, and the args.json content of its run ({} for a folder outside a run).
 
     If --model names a run, the folder is its newest checkpoint. Raises InputError if the run has no checkpoint.
     """
@@ -88,7 +88,7 @@ def find_model(model: str) -> tuple[str, dict[str, Any]]:
         return model, {}
     try:
         run = find_run(model, "args.json")
-    except InputError:  # a hub id
+    except InputError:  # a Hub id
         return model, {}
     checkpoints = checkpoints_in(run)
     refuse(not checkpoints, f"--model {model}: the run {run} has no checkpoint yet")
@@ -118,7 +118,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def majority(answers: Sequence[Any], is_correct: Sequence[bool]) -> float:
-    """Return the fraction of correct samples among those with the most frequent answer(s); None is ignored."""
+    """Return the fraction of correct samples among samples with the most frequent answer(s); a None is no answer."""
     winners = multimode(answer for answer in answers if answer is not None)
     votes = [right for answer, right in zip(answers, is_correct, strict=True) if answer in winners]
     return fmean(votes) if votes else 0.0
@@ -130,7 +130,7 @@ def values_by_prompt(
     """Return each metric's values, one for each prompt that has the metric. Not collective.
 
     records: records of all ranks' completions. weights: reward weights, keyed by name. If all rewards with a positive
-    weight are 0 or 1, they tell `prompt_metrics` which completions are correct.
+    weight are 0 or 1, these rewards tell `prompt_metrics` which completions are correct.
     """
     values = defaultdict(list)
     in_order = sorted(records, key=lambda record: record["id"])
@@ -152,8 +152,8 @@ def prompt_metrics(
 ) -> dict[str, float]:
     """Return the mean length and truncated fraction of a prompt's samples, and, if defined, pass@k and majority vote.
 
-    correctness_rewards: names of rewards that are 0 or 1; without them, only lengths are measured. A completion is
-    correct if all its applicable correctness rewards are 1.
+    correctness_rewards: names of rewards that are 0 or 1; without such rewards, only lengths are measured. A completion
+    is correct if all its applicable correctness rewards are 1.
     """
     numbers = {
         "eval/len_mean": fmean([sample["num_tokens"] for sample in samples]),
@@ -182,7 +182,7 @@ def bootstrap_interval(values: Sequence[float], *, seed: int) -> tuple[float, fl
 def evaluation_result(setup: Setup, records: Iterable[Record], truncation: Truncation) -> dict[str, Any]:
     """Return the JSON result.
 
-    records: the records of all prompts. truncation: the top-k and top-p that they were sampled with.
+    records: the records of all prompts. truncation: the top-k and top-p used for sampling.
     """
     config = setup.config
     weights = dict(zip(setup.reward_functions, setup.eval_reward_weights.tolist(), strict=True))

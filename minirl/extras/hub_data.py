@@ -11,11 +11,11 @@ PADDED_FIELDS = {"prompt", "tools"}
 
 
 def dataset_objects(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each row's origin, "source row N", and its fields as Python values.
+    """Yield each row's origin, "source row N", and each row's fields as Python values.
 
     source: a Parquet file, or NAME[:CONFIG[:SPLIT]], where NAME is a folder or a Hub id. One rank downloads and
-    prepares data that is not cached yet; the others wait for its file locks and then read the cache. Raises InputError,
-    naming the source and, if SPLIT is missing or unknown, the available splits.
+    prepares data that is not cached yet; the other ranks wait for file locks and then read the cache. Raises
+    InputError, naming the source and, if SPLIT is missing or unknown, the available splits.
     """
     is_file_name = source.endswith((".jsonl", ".json", ".parquet"))
     refuse(is_file_name and not os.path.exists(source), f"there is no file {source}")
@@ -49,7 +49,7 @@ def dataset_objects(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a nested value without the null fields of its objects."""
+    """Return a nested value with all null fields removed from its objects."""
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]
     if isinstance(value, dict):

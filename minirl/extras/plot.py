@@ -84,7 +84,7 @@ def draw_time(axes: Any, runs: Runs) -> None:
 
 
 def draw(runs: Runs, metrics: Iterable[str] = METRICS) -> Any:
-    """Return a matplotlib figure with one panel per metric that any run has, and one for the step time."""
+    """Return a matplotlib figure with one panel per metric that any run has, and a panel for the step time."""
     from matplotlib.figure import Figure
 
     shown = [metric for metric in metrics if any(series(lines, metric)[0] for _, lines in runs)]

@@ -32,7 +32,7 @@ def step_file(run: str, step: int | None) -> Path:
 
 
 def format_rollout(rollout: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines that show a rollout."""
+    """Yield the lines of text that display a rollout."""
     ordinal, sample = rollout["id"]
     numbers = [f"{key} {format_number(rollout[key])}" for key in ("reward", "advantage") if key in rollout]
     facts = [*numbers, f"{rollout['num_tokens']} tokens sampled", rollout["finish_reason"]]

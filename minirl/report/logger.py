@@ -58,7 +58,7 @@ class Logger:
         wandb_mode: "off", or a `wandb.init` mode. Raises OSError if the folder is not writable.
         """
         self.folder = folder
-        # The `WandbRun`, or None on other ranks and while wandb is off.
+        # Rank 0's `WandbRun`; None on other ranks, and while wandb is off.
         self._wandb: Any = None
         self._after_step = after_step
         self._started_at = time.monotonic()

@@ -226,7 +226,7 @@ def load_tokenizer(
     user_tools = [] if user_rollout is None else user_rollout.tools
     refuse(
         tools and user_tools,
-        "--tools or --environment: prompts show the script's own tools, so these would never be called; use --rollout",
+        "--tools or --environment: this script describes its own tools, so no other tool would be called; use --rollout",
     )
     tokenizer = ChatTokenizer(
         folder,

@@ -6,8 +6,8 @@
         ...
         return 1.0
 
-is a rollout function, for `--rollout`. Each of the agent's requests is a turn of its episode. A request that continues
-a branch only appends tokens, so that sampled tokens are never retokenized. Any other request begins a new branch.
+is a rollout function for `--rollout`. Each request from the agent is one turn of the episode. A request that continues
+a branch only appends tokens, so sampled tokens are never retokenized. Any other request begins a new branch.
 """
 
 import asyncio
@@ -43,10 +43,10 @@ Completion = dict[str, Any]
 def serve(agent: Callable[[str, Episode], Any]) -> RolloutFunction:
     """Return a rollout function that runs an agent against the episode's URL.
 
-    agent: a function that takes the URL and the episode and returns a reward, or a dict of rewards. It may be an
-    `async def`, or a blocking function, which runs in a thread.
+    agent: a function that takes the URL and the episode and returns a reward, or a dict of rewards. An agent may be an
+    `async def` or a blocking function; blocking functions run in threads.
 
-    Order: an episode's requests run one at a time. A turn is not trained on if its client disconnects.
+    Order: an episode's requests run one at a time. A turn whose client disconnects is not trained on.
     End: when the episode ends, an `async def` agent is cancelled, its running command is killed, and a blocking agent's
     requests fail.
     Limits: 4 MB per request, 64 pending requests per episode.
@@ -56,7 +56,7 @@ def serve(agent: Callable[[str, Episode], Any]) -> RolloutFunction:
     async def rollout(episode: Episode) -> Any:
         refuse(
             not episode.is_chat,
-            "an agent at a URL sends messages, but the run's prompts are text: add --chat",
+            "the agent sends chat messages, but the run's prompts are text: add --chat",
         )
         async with Endpoint(episode) as url:
             if inspect.iscoroutinefunction(agent):
@@ -67,10 +67,10 @@ def serve(agent: Callable[[str, Episode], Any]) -> RolloutFunction:
 
 
 async def run_program(url: str, *command: str, text: str = "") -> str:
-    """Run a command with the URL in OPENAI_BASE_URL and `text` on stdin; return its stdout.
+    """Run a command with the URL in OPENAI_BASE_URL and `text` on stdin; return the command's stdout.
 
-    Its stderr goes to the run's stderr. If the episode ends first, the command is killed. Raises RuntimeError for a
-    non-zero exit code.
+    The command's stderr goes to the run's stderr. If the episode ends first, the command is killed. Raises RuntimeError
+    for a non-zero exit code.
     """
     environment = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": "-"}
     pipe = asyncio.subprocess.PIPE
@@ -86,7 +86,7 @@ async def run_program(url: str, *command: str, text: str = "") -> str:
 
 
 class Endpoint:
-    """Serves the requests of one episode's agent. `async with` opens the URL and closes it after the block."""
+    """Serves requests from one episode's agent at a URL, which is open during an `async with` block."""
 
     def __init__(self, episode: Episode):
         prompt = [read_client_message(message, "prompt") for message in as_messages(episode.row.prompt)]
@@ -143,7 +143,7 @@ class Endpoint:
                     answer.set_exception(error)
 
     async def _sample(self, request: ChatRequest, answer: "asyncio.Future[Completion]") -> None:
-        """Sample the turn for a request and set its answer. Raises InputError and HTTPException."""
+        """Sample the turn for a request and set `answer`. Raises InputError and HTTPException."""
         branch = self._find_branch(request)
         if branch.remaining_tokens < 1:
             text = "no room for another token in the episode; see --max-new-tokens"
@@ -165,7 +165,7 @@ class Endpoint:
         candidates: dict[int, Branch] = {}
         for branch, messages in self._branch_messages.items():
             is_prefix = request.messages[: len(messages)] == messages and request.tools == branch.tools
-            # A branch's first turn answers its prompt unchanged; every later turn answers new messages.
+            # A branch's first turn answers the unchanged prompt; every later turn answers new messages.
             if is_prefix and (len(request.messages) > len(messages)) == bool(branch.turns):
                 candidates.setdefault(len(messages), branch)
         if candidates:

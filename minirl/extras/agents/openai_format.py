@@ -11,7 +11,7 @@ from minirl.episodes.episode import Branch, Episode, Turn
 from minirl.errors import InputError, refuse
 from minirl.ranks.process_group import print0
 
-# Unsupported fields that an agent would rely on, with the values that have no effect and are therefore accepted.
+# Unsupported fields that would change an agent's results, mapped to the accepted values, which change nothing.
 _ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "logit_bias": ({},),
@@ -20,7 +20,7 @@ _ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "functions": ([],),
 }
-# All other fields are ignored, because only the run's flags control sampling.
+# Fields in neither collection are ignored, because only the run's flags control sampling.
 _SUPPORTED_FIELDS = set(
     "messages tools stop max_tokens max_completion_tokens stream stream_options return_token_ids "
     "model user metadata store".split()
@@ -31,7 +31,7 @@ _SUPPORTED_FIELDS = set(
 class ChatRequest:
     """A chat completion request.
 
-    messages: messages as `read_message` returns them. tools: JSON schemas. stop: strings that end the turn. max_tokens:
+    messages: messages normalized by `read_message`. tools: JSON schemas. stop: strings that end the turn. max_tokens:
     maximum number of tokens to sample. fields: all fields of the request that are not null. ignored: names of the
     ignored fields.
     """
@@ -98,7 +98,7 @@ def _assistant_message(turn: Turn, request: ChatRequest) -> dict[str, Any]:
     """
     answer: dict[str, Any] = {"content": turn.text}
     if request.fields.get("tool_choice") != "none":
-        # A model without tools may have no known tool-call format; its message is then plain text.
+        # Without tools, the model's tool-call format may be unknown; the message is then plain text.
         with contextlib.suppress(InputError):
             answer = turn.message
     content = answer["content"] or ""

@@ -1,6 +1,6 @@
 """The HTTP server for a rank's episodes, on 127.0.0.1. Each episode has a URL with a random path.
 
-It runs on the user functions' event loop, from the first `open_url` to the end of the process. Not collective.
+The server runs on the user functions' event loop, from the first `open_url` to the end of the process. Not collective.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ BACKLOG = 4096
 # The routes at an episode's URL.
 ROUTES = {"POST chat/completions", "GET models"}
 
-# A handler takes a request's parsed JSON body. It raises InputError or HTTPException.
+# A handler takes a request's parsed JSON body, and may raise InputError or HTTPException.
 Handler = Callable[[Any], Awaitable[web.Response]]
 
 

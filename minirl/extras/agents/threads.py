@@ -1,4 +1,4 @@
-"""Run user code's blocking calls in threads, off the event loop's thread, which also decodes."""
+"""Run user code's blocking calls in threads, because the event loop's thread also decodes."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,13 +7,13 @@ from typing import Any
 
 
 async def run_in_thread(thread: ThreadPoolExecutor | None, call: Callable[[], Any]) -> Any:
-    """Run a blocking call in a thread and return its result. Propagates exceptions, a few of them as RuntimeError."""
+    """Run a blocking call in a thread and return its result. Propagates exceptions, some as RuntimeError."""
 
     def run() -> Any:
         try:
             return call()
         except (StopIteration, SystemExit, KeyboardInterrupt) as error:
-            # A future rejects StopIteration, and the other two would stop the event loop.
+            # A future rejects StopIteration; SystemExit and KeyboardInterrupt would stop the event loop.
             raise RuntimeError(f"raised {error!r}") from error
 
     return await asyncio.get_running_loop().run_in_executor(thread, run)

@@ -1,11 +1,11 @@
-"""The tool loop for --tools and --environment: while a turn calls tools, run them and append their results.
+"""The tool loop for --tools and --environment: while turns call tools, run the tools and append the results.
 
 The conventions follow TRL's GRPOTrainer (`tools`, `environment_factory`). Tools are functions with type hints and
 docstrings. An environment is a class with `reset(**row) -> str | None`; its other public methods are the tools. An
 environment's reward comes from its `get_reward()`, or from a reward function with the argument `environments`.
 
-An episode's plain functions all run in one thread, in call order, because a database connection or a browser may be
-bound to the thread that opened it.
+An episode's synchronous functions all run in one thread, in call order, because a database connection or a browser may
+be bound to the thread that opened it.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ def environment_rollout(factory: Callable[[], Any]) -> UserRollout:
 def make_rollout(
     functions: Sequence[Callable[..., Any]], factory: Callable[[], Any] | None = None
 ) -> RolloutFunction:
-    """Return a rollout function with these tools, or with the methods of an object made by `factory` per episode."""
+    """Return a rollout function with these tools, or with the methods of a new `factory()` object per episode."""
 
     async def rollout(episode: Episode) -> None:
         tools = EpisodeTools(functions, factory)
@@ -114,7 +114,7 @@ class EpisodeTools:
         return episode.branch([*others, {**last, "content": last["content"] + observation}])
 
     async def call_tools(self, message: Mapping[str, Any]) -> Messages:
-        """Run a message's tool calls; return the result messages in call order. A parse error comes last."""
+        """Run a message's tool calls; return the result messages in call order, then any parse error."""
         calls = [self._call_tool(call["function"]) for call in message.get("tool_calls", ())]
         results = list(await asyncio.gather(*calls))
         if "parse_error" in message:
@@ -137,7 +137,7 @@ class EpisodeTools:
         self._thread.shutdown(wait=False)
 
     async def run(self, function: Callable[..., Any], /, **arguments: Any) -> Any:
-        """Run a function, `async` or not, and return its result. Arguments may have any name."""
+        """Run a synchronous or `async` function and return its result. Arguments may have any name."""
         if inspect.iscoroutinefunction(function):
             return await function(**arguments)
         call = functools.partial(function, **arguments)
@@ -159,7 +159,7 @@ class EpisodeTools:
 def _tool_message(name: str, result: Any) -> dict[str, Any]:
     """Return a tool's result as a message. The content is text or a list, as in TRL.
 
-    A lone surrogate becomes "?". Values that JSON cannot represent become text, also inside a list.
+    A lone surrogate becomes "?". Values that JSON cannot represent become text, even in a list.
     """
     content: Any = str(result)
     if isinstance(result, list):
@@ -174,7 +174,7 @@ def _tool_message(name: str, result: Any) -> dict[str, Any]:
 
 
 def _uses_signals(function: Any) -> bool:
-    """Return whether a function refers to the `signal` module, directly or through functions that it refers to."""
+    """Return whether a function uses the `signal` module, directly or through the functions that it references."""
     unvisited = [getattr(function, "__func__", function)]
     visited = set()
     while unvisited:

@@ -1,9 +1,9 @@
-"""Compare how minirl and transformers (with eager attention) run a small model of a config.json's architecture.
+"""Compare minirl's results with transformers' (eager attention) on a small model with a config.json's architecture.
 
 This measurement catches what a list of supported features would miss: logit soft caps, states that leak from one
-sequence into the next, ignored positions, and ropes that depend on the longest sequence. The small model has all of
-the config's layers and attention types. Windows, and the original positions of a scaled rope, are short enough for the
-compared sequences to exceed them.
+sequence into the next, ignored positions, and RoPE frequencies that depend on the longest sequence. The small model has
+all of the config's layers and attention types. Some of the compared sequences are longer than the small model's
+attention windows and than the original context length of a scaled RoPE.
 """
 
 import copy
@@ -25,7 +25,7 @@ from minirl.rollouts import Request, RolloutId
 from minirl.training.batch import Batch, pack
 from minirl.training.scoring import score_batch
 
-MAX_ERROR = 1e-4  # relative; correct models have an error of 5e-7, or 3e-5 with sharp attention
+MAX_ERROR = 1e-4  # maximum relative error; correct models have 5e-7, or 3e-5 with sharp attention
 MIN_WINDOW = 16  # the small model's smallest window
 PROMPTS = (5, 30, 82)
 NUM_NEW = 8
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 HEADS = 4
 HEAD_DIM = 16
 # Sizes of the small model. The first pattern that matches a whole key applies. The feed-forward width is not a multiple
-# of the vector width, so that elementwise functions have a scalar tail.
+# of the vector width, so elementwise functions have a scalar tail.
 _SIZES = {
     r"vocab_size.*": 128,
     r"max_position_embeddings|n_positions|n_ctx|max_seq_len": 192,
@@ -55,8 +55,8 @@ _WINDOW = r".*(window|window_size|chunk_size|local_attention)"
 
 
 def shrink_config(config: Any) -> tuple[Any, dict[int | None, int | None]]:
-    """Return a config with small sizes, and a map from its windows to the real ones."""
-    shortened: dict[int, int] = {}  # maps real windows to short ones
+    """Return a config with small sizes, and a map from the small config's windows to the real windows."""
+    shortened: dict[int, int] = {}  # maps real windows to short windows
     text = config.get_text_config()
     heads = text.num_attention_heads
     original = 96 if ends_at_original(text) else 32
@@ -86,14 +86,14 @@ def shrink_config(config: Any) -> tuple[Any, dict[int | None, int | None]]:
 
 
 def ends_at_original(config: Any) -> bool:
-    """Whether the rope changes all frequencies beyond the original positions, which would invalidate cached keys."""
+    """Whether RoPE changes all frequencies beyond the original context length, which would invalidate cached keys."""
     rope = getattr(config, "rope_parameters", None) or {}
     return rope.get("rope_type") in ("dynamic", "longrope")
 
 
 @torch.no_grad()
 def scramble_weights(hf: Any) -> None:
-    """Randomize the weights so that every part matters: norms and biases are not 1 or 0, and a soft cap would show."""
+    """Randomize weights so that every module affects logprobs: no norm is 1, no bias 0, and soft caps take effect."""
     generator = torch.Generator().manual_seed(0)
     embedding, head = hf.get_input_embeddings().weight, hf.get_output_embeddings().weight
     for parameter in hf.parameters():
@@ -110,7 +110,7 @@ def scramble_weights(hf: Any) -> None:
 
 
 def model_config(config: Any, *, is_tied: bool) -> ModelConfig:
-    """Return the `ModelConfig` for a transformers config, without its layers' windows."""
+    """Return the `ModelConfig` for a transformers config, but with no attention windows."""
     text = config.get_text_config()
     inner_size = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     num_active = getattr(text, "num_experts_per_tok", None) or 1
@@ -139,10 +139,10 @@ def model_config(config: Any, *, is_tied: bool) -> ModelConfig:
 
 
 def make_oracle(small: Any) -> Any:
-    """Make transformers' model with eager attention and weights from `scramble_weights`."""
+    """Build transformers' model with eager attention and weights from `scramble_weights`."""
     from transformers import AutoModelForCausalLM
 
-    small = copy.deepcopy(small)  # building a model changes its config's ropes
+    small = copy.deepcopy(small)  # building a model modifies the RoPE parameters in its config
     oracle = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager").eval()
     if oracle._can_set_experts_implementation():
         oracle.set_experts_implementation("eager")
@@ -151,7 +151,7 @@ def make_oracle(small: Any) -> Any:
 
 
 def check_native(config: Any, read: Callable[[Mapping[str, Any]], ModelConfig]) -> None:
-    """Compare minirl's own modules for a config with transformers'. Raises InputError if the logprobs differ.
+    """Compare minirl's own modules with transformers' modules. Raises InputError if the logprobs differ.
 
     read: converts a config.json to a `ModelConfig`.
     """
@@ -166,7 +166,7 @@ def check_native(config: Any, read: Callable[[Mapping[str, Any]], ModelConfig]) 
 def measure(config: Any) -> tuple[ModelConfig, bool]:
     """Return the `ModelConfig` for transformers' modules, and whether decoding matches scoring bitwise.
 
-    Raises InputError, naming the difference, if results differ from transformers'.
+    Raises InputError, naming the difference, if minirl's results differ from transformers' results.
     """
     small, real_windows = shrink_config(config)
     oracle = make_oracle(small)
@@ -187,14 +187,14 @@ def measure(config: Any) -> tuple[ModelConfig, bool]:
     layers, windows, shapes = zip(*attention_calls, strict=True) if attention_calls else ((), (), ())
     refuse(
         layers != tuple(range(shape.num_hidden_layers)),
-        f"attention runs in layers {list(layers)}, not once in each layer; others may keep another state",
+        f"attention runs in layers {list(layers)}, not once in each layer; other layers may keep a different state",
     )
     found = {tuple(keys[1:]) for keys in shapes}
     refuse(
         found != {(shape.num_key_value_heads, shape.head_dim)},
-        f"its layers' keys have the shapes {found}",
+        f"the layers' keys have the shapes {found}",
     )
-    refuse(set(windows) - real_windows.keys(), "it has windows that its config does not have")
+    refuse(set(windows) - real_windows.keys(), "the model has attention windows that its config lacks")
     model.config = dataclasses.replace(shape, layer_windows=windows)
     real = dataclasses.replace(
         model_config(config, is_tied=is_tied),
@@ -233,15 +233,15 @@ def _compare(model: Any, oracle: Any) -> bool:
         (
             scored(batch.select(batch.sequences[:1])),
             expected[:1],
-            "its attention, or its changes to logits after the head",
+            "the attention, or changes to the logits after the head",
         ),
-        (scored(batch.select(batch.sequences[1:2])), expected[1:2], "later positions (windows or ropes)"),
+        (scored(batch.select(batch.sequences[1:2])), expected[1:2], "later positions (windows or RoPE)"),
         (
             packed,
             expected,
-            "a sequence depends on others (a state, ignored positions, or a rope of the longest)",
+            "sequences depend on each other (a state, ignored positions, or RoPE for the longest)",
         ),
-        (decoded, expected, "layers keep other state than keys and values"),
+        (decoded, expected, "layers keep state besides keys and values"),
     ):
         error = float((got - torch.cat(wanted)).norm() / torch.cat(wanted).norm())
         refuse(

@@ -1,8 +1,8 @@
 """transformers' own modules on packed streams, with the interface of `model.transformer.Transformer`.
 
-Attention is minirl's `attend`, registered through transformers' AttentionInterface. On the CPU, matmuls and elementwise
-functions are replaced with batch-invariant ones while the model runs. Parameters have transformers' names; `types`
-converts them to a checkpoint's names. `gate` decides which models are supported.
+Attention is minirl's `attend`, registered through transformers' AttentionInterface. On the CPU, batch-invariant
+versions replace matmuls and elementwise functions while the model runs. Parameters have transformers' names, which
+`types` converts to a checkpoint's names. `gate` decides which models are supported.
 """
 
 import copy
@@ -25,13 +25,13 @@ from minirl.model.layers import Linear
 from minirl.model.shards import ShardGroup
 from minirl.model.transformer import add_adapters
 
-# Attention arguments that have no effect here. Dropout has none because no model is in training mode.
+# Attention arguments without effect here. Dropout has no effect because models are always in eval mode.
 _HARMLESS = frozenset(
     "dropout position_ids cache_position use_cache output_attentions output_hidden_states output_router_logits "
     "return_dict".split()
 )
 # Minimum number of rows per forward on the CPU; shorter streams are padded. Some modules multiply without `F.linear`
-# (GPT-2 with `addmm`), and how many rows make those results batch-invariant is not measured.
+# (GPT-2 with `addmm`), and the number of rows that makes such products batch-invariant is not measured.
 MIN_ROWS = 16
 # Elementwise functions whose vectorised kernel and scalar tail differ in the last bit.
 _ELEMENTWISE = {
@@ -66,7 +66,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Run `attend` as a transformers attention function: [1, heads, T, C] -> [1, T, heads, C].
 
-    Raises InputError, naming the arguments, if unsupported ones would change the result.
+    Raises InputError, naming the arguments, if unsupported arguments would change the result.
     """
     unknown = [name for name, given in others.items() if given is not None and name not in _HARMLESS]
     refuse(unknown, f"its attention needs {', '.join(unknown)}, which minirl does not support")
@@ -89,7 +89,7 @@ def packed_attention(
 class _BatchInvariant(TorchFunctionMode):
     """Makes each matmul row and each elementwise result on the CPU bitwise independent of the batch.
 
-    Its own calls go to torch directly, because a mode is disabled while it handles a call.
+    Calls from `__torch_function__` itself go to torch directly, because a mode is disabled inside this method.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -120,7 +120,7 @@ class _Linear(Linear):
 
 
 def _fuse_norm(norm: Any) -> None:
-    """Make an RMSNorm run `F.rms_norm`, which saves less memory for backward; leave any other module unchanged."""
+    """Make an RMSNorm use `F.rms_norm`, which keeps fewer bytes for backward; leave other modules unchanged."""
     weight = getattr(norm, "weight", None)
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if weight is None or eps is None or not type(norm).__name__.endswith("RMSNorm"):
@@ -188,15 +188,15 @@ class HFTransformer(nn.Module):
         layers = _find_layers(hf, config.num_hidden_layers)
         parts = {"hf": hf, "layers": layers, "embed_tokens": hf.get_input_embeddings(), "lm_head": head}
         for name, part in parts.items():
-            object.__setattr__(self, name, part)  # does not register the part as a child
+            object.__setattr__(self, name, part)  # registers no child module
         for name, child in hf.named_children():
             if child is not head or not config.scalar_head:
                 setattr(self, name, child)
         if config.scalar_head:
             self.score = Linear(config.hidden_size, 1, bias=False)
 
-        # 2. The head returns hidden states, because the caller multiplies by its weight. Whatever the model does to
-        # logits after the head is applied to these states.
+        # 2. The head returns hidden states, because the caller multiplies by the head's weight. Anything that the model
+        # does to logits after the head therefore applies to hidden states.
         head.forward = lambda states: states
 
         # 3. Attention gets the stream; linear layers get support for adapters.
@@ -214,7 +214,7 @@ class HFTransformer(nn.Module):
         ]
         self._device = torch.device("meta")
 
-        # 5. Tie parameters and add adapters, which freeze the others.
+        # 5. Tie parameters, and add adapters, which freezes all other parameters.
         self.tie_weights()
         if config.adapters is not None:
             add_adapters(self, layers, config.adapters)
@@ -230,7 +230,7 @@ class HFTransformer(nn.Module):
 
     @property
     def head(self) -> Tensor:
-        """See `Transformer`. A bias becomes an extra column of a copied weight, and hidden states then end with a 1."""
+        """See `Transformer`. A bias becomes an extra column in a copy of the weight; hidden states then end in a 1."""
         weight: Tensor = self.lm_head.weight
         if self.lm_head.bias is None:
             return weight
@@ -253,7 +253,7 @@ class HFTransformer(nn.Module):
         return states.to(self.embed_tokens.weight.dtype, copy=True)
 
     def _move_buffers(self, device: torch.device) -> None:
-        """Copy the buffers' values to the device. Moving or casting the model has left its buffers without values."""
+        """Copy the buffers' values to the device, because moving or casting the model lost the buffers' values."""
         self._device = device
         for module, name, buffer in self._buffer_values:
             module._buffers[name] = buffer.to(device)
@@ -264,7 +264,7 @@ class HFTransformer(nn.Module):
         return _BatchInvariant() if self._device.type == "cpu" else nullcontext()
 
     def _recompute(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a layer's forward, and again in backward on the same stream."""
+        """Run a layer's forward, and rerun the layer during backward on the same stream."""
         layout = self.stream.layout
 
         def run(*args: Any) -> Any:

@@ -15,13 +15,13 @@ from minirl.extras.hf_models.model import HFTransformer, build_on_meta
 from minirl.model.config import ModelConfig
 from minirl.model.folders import transformers_config
 
-# Keys that describe the class that wrote the file, and do not affect the computation.
+# Keys that describe the class that wrote config.json and do not affect the computation.
 _CLASS_KEYS = ("architectures", "id2label", "label2id", "dtype", "torch_dtype", "transformers_version")
 
 
 @dataclasses.dataclass(frozen=True)
 class HFModel:
-    """A model that runs with transformers' modules: `ModelConfig.hf_backend`. Hashable.
+    """A model that runs with transformers' modules: the hashable value of `ModelConfig.hf_backend`.
 
     text: the config.json without _CLASS_KEYS. is_exact: whether decoding matches scoring bitwise on the CPU.
     """
@@ -42,7 +42,7 @@ class HFModel:
         return revert_weight_conversion(_cached_hf(self.text), dict(tensors))
 
     def join_stored(self, stored: Mapping[str, Tensor]) -> Tensor:
-        """Join a checkpoint's tensors into the one parameter that they store."""
+        """Join the checkpoint tensors that make up one parameter."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
