@@ -260,7 +260,7 @@ def add_scoring(metrics: StepMetrics, groups: Groups, batch: Batch, kl: Tensor, 
 
 
 def value_model_source(config: Config, setup: Setup) -> tuple[ModelConfig, Path]:
-    """Return the value model's config and folder. Raises InputError unless the model suits the policy's inputs."""
+    """Return the value model's config and folder. Raises InputError if tokens or positions are missing."""
     folder = (
         setup.checkpoint_folder("value") or model_folder_of_field(config, "value_model") or setup.model_folder
     )

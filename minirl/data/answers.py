@@ -62,7 +62,7 @@ def check_calls_parsable(tokenizer: ChatTokenizer) -> None:
 
 
 def uses_hermes_format(tokenizer: ChatTokenizer) -> bool:
-    """Whether tool calls are in Hermes format: the chat template shows one, and there is no response template."""
+    """Whether tool calls are in Hermes format: the chat template shows such calls, and no response template exists."""
     shows_call = _SHOWN_HERMES_CALL.search(str(tokenizer.backend.chat_template)) is not None
     return shows_call and getattr(tokenizer.backend, "response_template", None) is None
 

@@ -53,7 +53,7 @@ def has_call(completions: Sequence[str]) -> list[float]:
 
 
 def _examples(rows: Sequence[Row], generator: random.Random) -> list[Row]:
-    """Return three examples per row: how to begin a completion, write a tool call, and answer after the result."""
+    """Return three examples per row: of a first turn, of a tool call's text, and of an answer after the result."""
     examples = []
     for row in rows:
         prompt = str(row.prompt)

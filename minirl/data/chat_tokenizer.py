@@ -72,7 +72,7 @@ class ChatTokenizer(Tokenizer):
         return tokenizer
 
     def is_chat(self, prompt: Prompt) -> bool:
-        """Whether a prompt is a chat: templated text, messages, or token ids, which may come from the template."""
+        """Whether a prompt counts as a chat prompt: text with `chat`, messages, or token ids."""
         return self.chat or not isinstance(prompt, str)
 
     def stop_ids_of(self, prompt: Prompt) -> frozenset[int]:
@@ -108,7 +108,7 @@ class ChatTokenizer(Tokenizer):
 
         Text prompts begin with exactly one BOS token and never end with EOS, because the completion continues them.
         Chat prompts have only the special tokens that the chat template writes. Raises InputError, naming the row, if
-        its prompt cannot be encoded, is empty or has ids outside the model's vocabulary, or if the row and the run have
+        the prompt cannot be encoded, is empty or has ids outside the model's vocabulary, or if the row and the run have
         different tools.
         """
         for first in range(0, len(rows), ROWS_PER_BATCH):
@@ -215,8 +215,8 @@ class ChatTokenizer(Tokenizer):
     def render_after_answer(self, messages: Messages, origin: str) -> str:
         """Return the text that the chat template writes for these messages after an assistant message.
 
-        The text ends with the start of the next assistant message. To get the text, a user message, a one-word
-        assistant message and these messages are rendered, and everything up to that word is cut. Raises InputError,
+        The text ends with the start of the next assistant message. The method renders a user message, a one-word
+        assistant message and these messages, and cuts everything up to and including that word. Raises InputError,
         naming `origin`, if the template rejects the conversation or does not show the word.
         """
         conversation = [
@@ -249,9 +249,9 @@ class ChatTokenizer(Tokenizer):
     def render(self, messages: Messages, origin: str, *, is_prompt: bool) -> str:
         """Render messages and tools with the chat template and its arguments.
 
-        A prompt ends with the generation prompt. If a prompt's last message is the assistant's, however, the completion
-        continues that message, as in TRL. Raises InputError, naming `origin` and the folder, if the template rejects
-        the messages.
+        A prompt ends with the generation prompt, unless its last message is the assistant's. In that case, the
+        completion continues the message, as in TRL. Raises InputError, naming `origin` and the folder, if the template
+        rejects the messages.
         """
         if self.backend.chat_template is None:
             hint = "leave out --chat" if self.chat else "use text prompts"
@@ -311,7 +311,7 @@ def replace_with_marks(
 ) -> tuple[Messages, list[dict[str, Any]], dict[str, str]]:
     """Replace texts, and the names of tools and called functions, with unique marks.
 
-    Return copies of the messages and tool schemas, and a description of the replaced part for each mark.
+    Return copies of the messages and tool schemas, and a dict from marks to descriptions of the replaced parts.
     """
     messages, schemas = copy.deepcopy((messages, list(tools)))
     marks: dict[str, str] = {}

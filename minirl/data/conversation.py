@@ -20,7 +20,7 @@ def conversation_record(rollout: Rollout, tokenizer: ChatTokenizer) -> dict[str,
 
     messages: the conversation of the last branch; [] if that branch begins with token ids. segments: all tokens after
     the row's prompt, branch by branch, with special tokens as text; the sampled segments are the turns. Returns {} for
-    a rollout without tools whose only turn answers the prompt.
+    a rollout without tools that consists of a single answer to the prompt.
     """
     first, *later_turns = turns = rollout.episode.turns
     is_one_answer = not later_turns and first.start == first.branch == 0 and first.parse_error is None
@@ -50,7 +50,7 @@ def completion_messages(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
     if first_message["role"] == last["role"] and str(first_message["content"]).startswith(
         str(last["content"])
     ):
-        if last["role"] == "assistant":  # the text after the prompt's is the completion, even if empty
+        if last["role"] == "assistant":  # what follows the prompt's text is the completion, even if empty
             first_message["content"] = first_message["content"].removeprefix(last["content"])
         else:
             del messages[0]
@@ -110,7 +110,7 @@ def branch_messages(
 
 
 def _segments(rollout: Rollout, tokenizer: ChatTokenizer) -> Iterator[dict[str, Any]]:
-    """Yield the segments of all branches in order: appended tokens and turns, and the prompts of later branches."""
+    """Yield the segments of each branch: later branches' prompts, then appended tokens and turns in order."""
     for branch in rollout.branches:
         number = branch.rollout_id.branch
         last = branch.num_prompt_tokens

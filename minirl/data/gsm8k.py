@@ -36,7 +36,7 @@ def strict_answer(text: str) -> float | None:
 
 
 def flexible_answer(text: str) -> float | None:
-    """Return the last number in the text, or None if there is none or the last digits do not form a number."""
+    """Return the last number in the text, or None if the text has no digits or its last digits form no number."""
     return _last_number(rf"(?:(?<!\w)[-+\u2212$]{{1,2}})?{_DIGITS}", text)
 
 

@@ -25,7 +25,7 @@ def load_jsonl_task(data: str, eval_data: Sequence[str]) -> Task:
 
 
 def _to_row(fields: dict[str, Any], origin: str) -> Row:
-    """Convert an object with a "prompt", and optionally "tools", to a row; its other fields become columns.
+    """Convert an object with a "prompt", and optionally "tools", to a row. All other fields become columns.
 
     Raises InputError, naming the origin, if the prompt is invalid or a column's name is reserved for a reward function
     argument.
@@ -81,7 +81,7 @@ def _json_objects(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object's fields. Raises InputError for a repeated name, for which `json` would keep the last value."""
+    """Return an object's fields. Raises InputError for a repeated field, because `json` would drop a value."""
     fields = dict(pairs)
     refuse(len(fields) < len(pairs), f"a field is repeated: {list(fields)}")
     return fields

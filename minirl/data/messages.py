@@ -87,7 +87,7 @@ def is_token_ids(prompt: Any) -> TypeGuard[list[int]]:
 
 
 def check_text(value: Any) -> None:
-    r"""Raise ValueError for a lone surrogate ("\ud800") in a JSON value, which cannot be tokenized."""
+    r"""Raise ValueError for a lone surrogate ("\ud800") in a JSON value. Tokenizers cannot encode lone surrogates."""
     json.dumps(value, ensure_ascii=False).encode()
 
 

@@ -40,7 +40,7 @@ class PromptStream:
         seed: int = 0,
         notes: Sequence[str] = (),
     ):
-        """Tokenize all rows once, to check them and measure their lengths.
+        """Tokenize all rows once, to check prompts and to measure their lengths.
 
         purpose: see `sampling.request_key`. max_tokens: maximum length of a prompt plus its completion. notes: the
         caller's notes on the rows, for the log.
@@ -188,7 +188,7 @@ class PromptStream:
         )
 
 
-@functools.lru_cache(4)  # two streams, and a step may span two epochs
+@functools.lru_cache(4)  # there are two prompt streams, and a step may span two epochs
 def _shuffled_order(num_rows: int, seed: int, epoch: int) -> "array[int]":
     """Return the shuffled row order of an epoch."""
     order = array("q", range(num_rows))
@@ -197,7 +197,7 @@ def _shuffled_order(num_rows: int, seed: int, epoch: int) -> "array[int]":
 
 
 def _read_row(row: Row) -> Row:
-    """Return a row with a validated prompt, because scripts may create rows too. Raises InputError, naming the row."""
+    """Return a row with a validated prompt; scripts may create unvalidated rows. Raises InputError, naming the row."""
     if isinstance(row.prompt, str):
         return row
     return dataclasses.replace(row, prompt=read_prompt(row.prompt, f"{row.origin}: the prompt"))

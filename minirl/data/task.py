@@ -1,7 +1,7 @@
 """A task: prompts and the functions that reward completions. Tasks contain text, never tensors.
 
-Each task is a module whose `load...` function returns a `Task`. To add a task, write such a module, or combine a data
-file with a reward function, which needs no change to the package (see `jsonl`).
+Each task is a module whose `load...` function returns a `Task`. To add a task, write such a module. A data file with
+a reward function also defines a task, without any change to the package (see `jsonl`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from minirl.data.messages import Messages
 RewardFunction = Callable[..., Any]
 # Arguments that every reward function can take, in addition to EPISODE_ARGUMENTS and the names of data columns.
 STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
-# Arguments passed only to reward functions that name them. Names in either list are not allowed for data columns.
+# Arguments passed only to reward functions that name them. Data columns must not have standard or episode names.
 EPISODE_ARGUMENTS = ("episodes", "environments", "rollouts")
 
 

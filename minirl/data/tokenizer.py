@@ -32,13 +32,13 @@ _MARGIN = 4
 class Tokenizer:
     """Converts text to token ids and back.
 
-    stop_ids: the ids of the stop tokens, from the model's files. known_ids: the ids that have a token; there may be
+    stop_ids: the ids of the stop tokens, from the model's files. known_ids: all ids with a token; there may be
     gaps, because a model may have embeddings without a token. bos_ids, eos_ids: the ids of the special tokens that
     the tokenizer adds before and after a text.
     """
 
     def __init__(self, folder: Path):
-        """Load the tokenizer. Raises InputError, naming the folder, if it has no loadable tokenizer."""
+        """Load the tokenizer. Raises InputError, naming the folder, if no tokenizer can be loaded."""
         from transformers import AutoTokenizer
 
         source = model_file(folder, "tokenizer_config.json").parent
@@ -69,7 +69,7 @@ class Tokenizer:
         return {i: str(token) for i, token in added if token.special}
 
     def encode_text(self, text: str, origin: str) -> list[int]:
-        """Return the token ids of a text, with no special tokens except those spelled out in it.
+        """Return the token ids of a text. No special tokens are added, but the text may spell out special tokens.
 
         Raises InputError, naming `origin`, if the text cannot be tokenized.
         """
@@ -83,7 +83,7 @@ class Tokenizer:
             ) from None
 
     def with_bos(self, ids: list[int]) -> list[int]:
-        """Prepend the BOS token to the ids of a text, unless they already begin with it."""
+        """Prepend the BOS token to the ids of a text, unless the ids already begin with BOS."""
         has_bos = ids[: len(self.bos_ids)] == self.bos_ids  # the text spells out the BOS token
         return ids if has_bos else self.bos_ids + ids
 
@@ -173,7 +173,7 @@ class StopStrings:
     def __call__(self, turns: Sequence[list[int]]) -> list[bool]:
         """Return, for each turn, whether the turn's last token completes a stop string.
 
-        turns: each turn's ids, or only the last `max_tokens` of them.
+        turns: each turn's ids, or only the last `max_tokens` ids of each turn.
         """
         return [self.find_stop_string(ids) is not None for ids in turns]
 
@@ -184,7 +184,8 @@ class StopStrings:
         known_ids = self._tokenizer.known_ids
         first = max((i for i, token in enumerate(tail, 1) if token not in known_ids), default=0)
         # Consecutive byte tokens decode to U+FFFD if some of them are invalid, for example if the tail begins inside a
-        # character. A stop string within byte tokens begins at one of these tokens, so each is tried as the start.
+        # character. A stop string within byte tokens begins at one of these tokens, so every such token is tried as the
+        # start.
         byte_starts = (i for i in range(first + 1, len(tail)) if tail[i] in self._byte_ids)
         for start in itertools.chain([first], byte_starts):
             text = self._tokenizer.decode(tail[start:], skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""`--dry-run`: print a run's data, first prompt and memory plan; needs no weights, run folder or process group."""
+"""`--dry-run`: print a run's data, first prompt and memory plan without weights, run folder or process group."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def print_plan(
     tools: Sequence[Tool] = (),
     scalar_head: bool = False,
 ) -> int:
-    """Print the run's data, its first prompt as the model sees it, and its memory plan; return the exit code.
+    """Print the run's data, the first prompt as the model sees it, and the memory plan; return the exit code.
 
     Not collective. Reads only the data, config.json and the tokenizer. Takes the same arguments as `Setup`. Raises
     InputError, naming the flags to change, for invalid inputs and for a run that does not fit into memory.

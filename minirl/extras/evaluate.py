@@ -118,7 +118,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def majority(answers: Sequence[Any], is_correct: Sequence[bool]) -> float:
-    """Return the fraction of correct samples among samples with the most frequent answer(s); a None is no answer."""
+    """Return the fraction of correct samples among samples with the most frequent answer(s). None means no answer."""
     winners = multimode(answer for answer in answers if answer is not None)
     votes = [right for answer, right in zip(answers, is_correct, strict=True) if answer in winners]
     return fmean(votes) if votes else 0.0

@@ -11,7 +11,7 @@ PADDED_FIELDS = {"prompt", "tools"}
 
 
 def dataset_objects(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each row's origin, "source row N", and each row's fields as Python values.
+    """Yield (origin, fields) for each row. The origin is "source row N", and fields are Python values.
 
     source: a Parquet file, or NAME[:CONFIG[:SPLIT]], where NAME is a folder or a Hub id. One rank downloads and
     prepares data that is not cached yet; the other ranks wait for file locks and then read the cache. Raises

@@ -34,7 +34,7 @@ Runs = list[tuple[str, Lines]]  # name and lines of each run
 
 
 def read_run(name: str) -> tuple[str, Lines]:
-    """Return a run's name and metrics. Raises InputError if it has no steps yet."""
+    """Return a run's name and metrics. Raises InputError for a run without steps."""
     folder = find_run(name, "metrics.jsonl")
     lines = read_json_lines(folder / "metrics.jsonl")
     refuse(not lines, f"{folder}/metrics.jsonl has no steps yet")

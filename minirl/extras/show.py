@@ -56,7 +56,7 @@ def format_number(number: Any) -> str:
 
 
 def main(run: Positional[str], step: Positional[int | None] = None, num: int = 4) -> None:
-    """Show a step's rollouts. Raises InputError if there are none.
+    """Show a step's rollouts. Raises InputError for a step without rollouts.
 
     Args:
         run: a run's folder, or its name in ./runs or $MINIRL_RUNS

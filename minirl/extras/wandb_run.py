@@ -8,13 +8,13 @@ from typing import Any
 
 from minirl.files.json_files import read_json_lines
 
-# Maximum rows of a completion table, and maximum characters of each text.
+# Maximum number of rows in a completion table, and of characters per text.
 TABLE_ROWS = 32
 TABLE_CHARS = 4_000
 
 
 class WandbRun:
-    """Rank 0's wandb run. Its methods raise whatever wandb raises, including SystemExit."""
+    """Rank 0's wandb run. Methods may raise any exception that wandb raises, including SystemExit."""
 
     def __init__(self, folder: Path, args: dict[str, Any], mode: Any):
         """Start or resume the run. args: the run's config, including its `wandb_id`. mode: see `wandb.init`."""

@@ -77,10 +77,10 @@ class Workload(Machine):
 
 @dataclass(frozen=True)
 class Budget:
-    """Sizes, and the memory that a rank needs for them: always, during scoring and training, and during decoding.
+    """Sizes, and a rank's memory use with these sizes: always, during scoring and training, and during decoding.
 
-    Each mapping contains bytes, keyed by purpose. available_bytes: memory left for training and decoding. Both phases
-    use this memory in turns, or at the same time if the cache stays allocated during training.
+    Each mapping contains bytes, keyed by purpose. available_bytes: memory left for training and decoding. Training and
+    decoding use this memory in turns, or at the same time if the cache stays allocated during training.
     """
 
     sizes: Sizes
@@ -90,7 +90,7 @@ class Budget:
     decoding_bytes: Mapping[str, float]
 
     def fits(self, *, keeps_cache: bool = False) -> bool:
-        """Return whether training and decoding fit into the available memory, in turns or (keeps_cache) together."""
+        """Return whether training and decoding fit into the available memory: in turns or, if keeps_cache, together."""
         phase_bytes = sum(self.training_bytes.values()), sum(self.decoding_bytes.values())
         return (sum(phase_bytes) if keeps_cache else max(phase_bytes)) <= self.available_bytes
 
@@ -123,7 +123,7 @@ class Budget:
 
 @functools.cache
 def num_parameters(model: ModelConfig, *, trained: bool = False) -> int:
-    """Return a model's number of parameters, or only of trained parameters; tied parameters count once."""
+    """Count the parameters of a model, or only the trained parameters. Tied parameters count once."""
     return sum(p.numel() for p in make_meta_model(model).parameters() if p.requires_grad or not trained)
 
 
@@ -182,7 +182,7 @@ def _update_bytes(work: Workload, sizes: Sizes, num_trained: int) -> dict[str, f
 
 
 def _layer_bytes_per_token(work: Workload, model: ModelConfig) -> float:
-    """Return the activation bytes per token that a layer saves for backward; forward needs no more than that.
+    """Return the activation bytes per token that a layer saves for backward; the forward pass needs no more.
 
     The number is exact for Llama and Qwen2, and up to 14% off for other families.
     """
@@ -198,7 +198,7 @@ def _layer_bytes_per_token(work: Workload, model: ModelConfig) -> float:
 
 
 def _activation_bytes(work: Workload, sizes: Sizes, model: ModelConfig) -> float:
-    """Return a microbatch's peak memory (bytes), either of activations or of the gradient reduction after backward."""
+    """Return a microbatch's peak memory in bytes: activations, or the gradient reduction at the end of backward."""
     itemsize = work.dtype.itemsize
     layer_token_bytes = _layer_bytes_per_token(work, model)
     token_bytes = model.num_hidden_layers * layer_token_bytes + 0.4 * layer_token_bytes
@@ -259,6 +259,6 @@ def choose_sizes(work: Workload, given: Mapping[str, Any]) -> Budget:
         min(max_tokens, work.longest_tokens + int(cache_bytes / token_bytes))
         for cache_bytes in (free_bytes, free_bytes - sum(chosen.training_bytes.values()))
     )
-    # A cache that stays allocated between steps is worth giving up a third of the cached tokens.
+    # Keeping the cache allocated between steps is worth giving up a third of its capacity.
     num_tokens = side_by_side if 3 * side_by_side >= 2 * in_turns else in_turns
     return budget(work, dataclasses.replace(chosen.sizes, cache_tokens=max(work.longest_tokens, num_tokens)))

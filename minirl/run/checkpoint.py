@@ -54,14 +54,14 @@ class Checkpoints:
     models: (model, optimizer) pairs, keyed by name; the checkpoint folder itself is the first model's Hugging Face
         folder. Configs and tokenizer files are read once, in `__init__`, because a model's folder may be an old
         checkpoint that is deleted before the next save.
-    keep: number of newest checkpoints to keep (0: all), in addition to the one with the best held-out score.
+    keep: number of newest checkpoints to keep (0: all), in addition to the checkpoint with the best held-out score.
     """
 
     def __init__(self, run_folder: Path, models: Models, *, keep: int):
         self._run_folder = run_folder
         self._models = models
         self._keep = keep
-        # The token is unique to each start. A rank still alive from an earlier start thus writes to a different folder.
+        # Each start has a unique token, so a rank that survives from an earlier start writes to a different folder.
         self._token = broadcast_object(secrets.token_hex(4))
         self._adapters: PerModel = {}
         # Files that `write_folder` writes next to each model's weights, on rank 0 only.
@@ -198,7 +198,7 @@ def _load_file(path: Path) -> dict[str, Any]:
 def prune_checkpoints(run_folder: Path, *, keep: int) -> None:
     """Delete all but a run's newest `keep` checkpoints (0: keep all) and the checkpoint with the best held-out score.
 
-    If several checkpoints share the best score, the newest of them is kept. Unreadable checkpoints are never deleted.
+    If several checkpoints share the best score, the newest is kept. Unreadable checkpoints are never deleted.
     """
     checkpoints = checkpoints_in(run_folder)
     if keep == 0 or len(checkpoints) <= keep:

@@ -1,6 +1,6 @@
 """Reject contradictory or meaningless flags before anything is loaded.
 
-Flags without effect are accepted. A fork with other rules changes or removes the check that its `main` calls.
+Flags that have no effect are accepted. A fork with other rules changes or removes the call in its `main`.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Flags that all scripts share, and values derived from the flags.
 
 A script's `Config` inherits from `RunConfig`, adds flags for the script's objective, and redeclares fields to change
-their defaults. The config is flat: `config.lr`.
+their defaults. All fields are at the top level, as in `config.lr`.
 """
 
 import contextlib
@@ -120,7 +120,7 @@ class RunConfig:
     eval_every: int = 50  # steps between held-out evaluations (0: only before and after training)
     save_every: int = 50  # steps between checkpoints (0: only at the end)
     keep_checkpoints: int = 2
-    """number of newest checkpoints to keep, in addition to the one with the best held-out score (0: all)"""
+    """number of newest checkpoints to keep (0: all); the checkpoint with the best held-out score is also kept"""
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases logging mode
 
     seed: int = 0
@@ -131,8 +131,8 @@ class RunConfig:
     offload_optimizer: bool = False
     """keep fp32 master weights, AdamW moments and accumulated gradients in host memory, and run AdamW on the CPU"""
     recompute_layers: Literal["auto", "on", "off"] = "auto"
-    """activation checkpointing, which saves memory but takes a third more time (auto: on if microbatches would have to
-    shrink otherwise)"""
+    """activation checkpointing: saves memory but takes a third more time (auto: on if microbatches would otherwise have
+    to be smaller)"""
     shard_weights: Literal["auto", "on", "off"] = "auto"
     """decode from weights sharded across ranks, instead of a full copy on each rank (auto: on if a full copy does not
     fit)"""
@@ -154,7 +154,7 @@ class RunConfig:
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """Chat template arguments from --chat-template-kwargs. Raises InputError if its value is not a JSON object."""
+        """Chat template arguments from --chat-template-kwargs. Raises InputError for any value but a JSON object."""
         if self.chat_template_kwargs is None:
             return {}
         text, arguments = self.chat_template_kwargs, None

@@ -25,7 +25,7 @@ def run_script(
     description: str,
     presets: Mapping[str, dict[str, Any]] | None = None,
 ) -> typing.NoReturn:
-    """Parse the command line into a `config_class`, call `main` with the config, and exit with the returned code.
+    """Parse the command line into a `config_class`, call `main` with the config, and exit with `main`'s return value.
 
     presets: field values that `--algorithm NAME` sets, keyed by NAME; command-line flags take precedence. Every rank
     calls this function.

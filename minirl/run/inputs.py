@@ -44,7 +44,7 @@ RESERVED = {
 
 
 def load_rollout(config: RunConfig) -> UserRollout | None:
-    """Load the rollout function that --rollout, --tools or --environment defines; return None without these flags.
+    """Load the rollout function that --rollout, --tools or --environment defines, or return None.
 
     Raises InputError if the code cannot be loaded or used. Not collective.
     """
@@ -102,7 +102,7 @@ def load_task(config: RunConfig, *, has_rewards: bool = False) -> Task:
 
 
 def load_rewards(config: RunConfig, task: Task) -> tuple[Mapping[str, RewardLike], Mapping[str, RewardLike]]:
-    """Return the rewards to train on and the rewards to log only, both keyed by name. Not collective.
+    """Return the rewards to train on, and the rewards that are only logged, both keyed by name. Not collective.
 
     With --reward or --reward-model, the task's rewards are only logged; the caller adds the reward models.
 
@@ -128,7 +128,7 @@ def load_rewards(config: RunConfig, task: Task) -> tuple[Mapping[str, RewardLike
 
 
 def _load_reward(config: RunConfig, spec: str) -> Reward:
-    """Load a --reward function: in worker processes, unless the function takes any of OBJECT_ARGUMENTS.
+    """Load a --reward function in worker processes, or in this process if an argument is in OBJECT_ARGUMENTS.
 
     Raises InputError if the function cannot be loaded.
     """
@@ -140,7 +140,7 @@ def _load_reward(config: RunConfig, spec: str) -> Reward:
     reward = WorkerReward(spec, timeout_s=config.call_timeout, num_workers=config.workers)
     if not any(map(reward.signature.takes, OBJECT_ARGUMENTS)):
         return reward
-    # Objects cannot be sent to another process. Only the loaded function shows which arguments it takes.
+    # Objects cannot be sent to another process. A function's arguments are known only once the function is loaded.
     reward.stop()
     with loading_user_code(f"--reward {spec}"):
         (function,) = find_functions(source, name)
@@ -193,7 +193,7 @@ def load_prompts(
 
 
 def _check_teacher(folder: Path, tokenizer: ChatTokenizer, vocab_size: int) -> int:
-    """Return a teacher's maximum number of positions. Raises InputError if the policy has other token ids."""
+    """Return a teacher's maximum number of positions. Raises InputError if teacher and policy token ids differ."""
     teacher = read_config(folder, scalar_head=False)
     ids, teachers_ids = (one.backend.get_vocab() for one in (tokenizer, Tokenizer(folder)))
     mismatched = sorted(token for token, _ in ids.items() ^ teachers_ids.items())[:3]
@@ -226,7 +226,7 @@ def load_tokenizer(
     user_tools = [] if user_rollout is None else user_rollout.tools
     refuse(
         tools and user_tools,
-        "--tools or --environment: this script describes its own tools, so no other tool would be called; use --rollout",
+        "--tools or --environment: this script describes its own tools, so no other tools are called; use --rollout",
     )
     tokenizer = ChatTokenizer(
         folder,

@@ -31,7 +31,7 @@ CGROUP_V2_FILES = ("memory.max", "memory.current", "memory.stat")
 
 
 def this_machine(device: torch.device) -> Machine:
-    """Return this run's machine, with the smallest free memory of all ranks (collective).
+    """Return this run's machine. Its free memory is the minimum over all ranks (collective).
 
     Before `process_group.start`, only this rank is measured.
     """
@@ -112,7 +112,8 @@ def workload(
 ) -> Workload:
     """Return a rank's workload. For models other than the policy, only config.json is read.
 
-    saved: a resumed run's checkpoint (None for a new run or with adapters). Raises InputError for unusable models.
+    saved: a resumed run's checkpoint (None for a new run or with adapters). Raises InputError for a model that cannot
+    be used.
     """
     # Streams skip prompts that leave fewer than `max_new_tokens` tokens for the completion.
     longest = max(prompts.longest_prompt, held_out.longest_prompt) + prompts.max_new_tokens

@@ -97,7 +97,9 @@ class Run:
         )
         script = Path(sys.argv[0])
         if rank() == 0 and script.suffix == ".py" and script.is_file():
-            with contextlib.suppress(shutil.SameFileError):  # the script is the copy in the run folder
+            with contextlib.suppress(
+                shutil.SameFileError
+            ):  # the running script is already the copy in the run folder
                 shutil.copyfile(script, self._folder / script.name)
         setup.print_start()
         self.progress.before = self.progress.before or self.evaluate()
@@ -105,7 +107,7 @@ class Run:
         print0("held-out before training:", scores or "no held-out rows; see --eval-data")
 
     def steps(self) -> Iterator[int]:
-        """Yield the remaining step numbers; stop early if a signal requested a stop during a step.
+        """Yield the remaining step numbers. After a step during which a stop was requested, yield no more steps.
 
         Objects that exist before the first step live as long as the run, so they are excluded from garbage collection.
         """
@@ -131,9 +133,10 @@ class Run:
 
         Returns this rank's batch, on the host, and its microbatches, one list per minibatch.
 
-        is_skipped: bool [P, G], mask of the rollouts with zero gradient; None skips no rollout. One sequence of a
-        skipped rollout is computed anyway. `refuse_skipped_gradient` checks that this sequence's gradient is zero, and
-        every step can measure the gap between sampled and training logprobs. streams, batch_type: see `exchange`.
+        is_skipped: bool [P, G], mask of rollouts to skip because their gradient is zero; None skips no rollout. One
+        sequence of the skipped rollouts is computed anyway: `refuse_skipped_gradient` checks that its gradient is zero,
+        and every step can measure the gap between sampled and training logprobs.
+        streams, batch_type: see `exchange`.
         """
         sequences = groups.sequences
         skipped: list[SequenceInfo] = []
@@ -248,7 +251,7 @@ class Run:
             self._checkpoints.save(vars(progress))
 
     def _is_due(self, step: int, every: int) -> bool:
-        """Return whether a step is the last one or a multiple of `every` (0: only the last one)."""
+        """Return whether a step is the last step or a multiple of `every` (0: only the last step)."""
         return step == self._config.num_steps or (every > 0 and step % every == 0)
 
     def close(self) -> int:

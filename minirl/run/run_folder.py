@@ -38,7 +38,7 @@ class RunFolder:
 def lock_run_folder(name: str) -> Iterator[RunFolder]:
     """Lock the run folder `name`, creating it if needed, and yield it; the block sets up the run (collective).
 
-    The lock outlives the block. If the block raises InputError, a folder without any files but the lock is removed.
+    The lock outlives the block. If the block raises InputError, a folder that contains only the lock file is removed.
     Partial checkpoints from a killed save are deleted; the run resumes from the newest complete checkpoint.
 
     Raises InputError if the name is a path, or if the folder is in use, not a run folder, not writable, or not shared
@@ -56,7 +56,7 @@ def lock_run_folder(name: str) -> Iterator[RunFolder]:
     args, checkpoint = broadcast_object(previous)
     try:
         path = folder / "lock"
-        # Each start appends a token to the lock file, so nodes that do not share the folder read different content.
+        # Each start appends a random token to the lock file, so nodes that share no file system read different content.
         require_same(path.exists() and path.read_text(), f"{folder}: the run folder ($MINIRL_RUNS)")
         yield RunFolder(folder, args, checkpoint, lock)
     except InputError:
@@ -68,7 +68,7 @@ def lock_run_folder(name: str) -> Iterator[RunFolder]:
 
 
 def _previous_start(folder: Path) -> tuple[dict[str, Any], Path | None]:
-    """Delete partial checkpoints; return args.json's content and the newest checkpoint ({} and None if new)."""
+    """Delete partial checkpoints; return args.json's content and the newest checkpoint, or {} and None."""
     if os.listdir(folder) == ["lock"]:
         return {}, None
     for leftover in (folder / "checkpoints").glob(".*"):

@@ -1,6 +1,6 @@
 """Set up a run: check all inputs, choose sizes, load models, and create the engine and the collector.
 
-A script creates a `Setup`, uses it to create models and a collector, and passes them all to `Run`.
+A script creates a `Setup`, from which it gets models and a collector, and then constructs a `Run` with all three.
 """
 
 import json
@@ -48,7 +48,7 @@ from minirl.training.sharded_model import ShardedModel
 
 
 class Setup:
-    """A run's validated inputs, sizes, models and rewards. All ranks construct it (collective).
+    """A run's validated inputs, sizes, models and rewards. Every rank constructs a `Setup` (collective).
 
     Scripts use `device`, `dtype`, `model_folder`, `model_config`, `tokenizer`, `prompts` and `reward_weights`, fp64
     [K]. Evaluations use `eval_reward_weights`, in which the overlong penalty has weight 0.
@@ -132,7 +132,7 @@ class Setup:
         self.old_logprobs = old_logprobs_source(self.config, logprobs_match=self._logprobs_match)
 
     def _load_rewards(self, trained: Mapping[str, RewardLike], logged: Mapping[str, RewardLike]) -> None:
-        """Load the reward models, after their batch size has been chosen, and give each reward its weight."""
+        """Load the reward models with the chosen batch size, and pair all rewards with their weights."""
         config = self.config
         rewards = dict(trained)
         for reward, model in config.reward_models.items():
@@ -214,9 +214,9 @@ class Setup:
     ) -> FrozenModel:
         """Return a frozen model that scores each step's rollouts (collective if weights are sharded).
 
-        source: a loaded model, or a model folder. A model loaded from a folder is sharded if the policy's weights are;
-        otherwise, it gets the policy's vocabulary size by truncation. Raises InputError if a sharded model has a larger
-        vocabulary than the policy.
+        source: a loaded model, or a model folder. A model loaded from a folder is sharded if the policy is sharded;
+        otherwise, the model's vocabulary is truncated to the policy's size. Raises InputError if a sharded model has a
+        larger vocabulary than the policy.
         """
         model: ShardedModel | Transformer
         if isinstance(source, ShardedModel):
@@ -337,9 +337,9 @@ class Setup:
             print0(f"note: {note}")
 
     def _changed_flags(self) -> list[str]:
-        """Return a one-note list of the flags changed since the run's last start, or [] if no flag has changed."""
+        """Return a note (as a list) about flags changed since the run's last start, or [] if no flag has changed."""
         old = self.folder.args.get("flags", {})
-        # A JSON round trip makes the new values comparable: tuples become lists.
+        # A JSON round trip makes new and old values comparable: tuples become lists.
         new = json.loads(json_text(vars(self.config)))
         changed = [
             f"{flag_name(name)} {new[name]} (was {old[name]})"
@@ -364,9 +364,9 @@ def old_logprobs_source(config: RunConfig, *, logprobs_match: bool) -> str:
 
     With one update per step, the old policy is the current policy, so the ratio is 1 and no old logprobs are needed. KL
     terms in the advantages are computed before the update and need logprobs, so with KL terms, "auto" also requires
-    that sampled logprobs match. With --max-staleness, older weights sampled some of the tokens. Without importance
-    weights (--correction none), ratios are relative to those older weights; otherwise, old logprobs are scored or
-    omitted.
+    that sampled logprobs match. With --max-staleness, older weights may have sampled some of the tokens. Without
+    importance weights (--correction none), ratios are relative to those older weights; otherwise, old logprobs are
+    scored or omitted.
     """
     if config.max_staleness and config.correction == "none":
         return "sampled"

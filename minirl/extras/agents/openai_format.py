@@ -11,7 +11,7 @@ from minirl.episodes.episode import Branch, Episode, Turn
 from minirl.errors import InputError, refuse
 from minirl.ranks.process_group import print0
 
-# Unsupported fields that would change an agent's results, mapped to the accepted values, which change nothing.
+# Unsupported fields that agents would rely on, mapped to accepted values: those that leave the field without effect.
 _ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "logit_bias": ({},),
@@ -76,7 +76,7 @@ def read_request(given: Any, episode: Episode) -> ChatRequest:
 
 
 def read_client_message(message: Any, origin: str) -> dict[str, Any]:
-    """Return a message as `read_message` does, without response fields that agents might not send back."""
+    """Normalize a message with `read_message`, and drop response fields that agents might not send back."""
     read = read_message(message, origin)
     return {
         key: read[key] for key in ("role", "content", "name", "tool_call_id", "tool_calls") if key in read
@@ -85,14 +85,14 @@ def read_client_message(message: Any, origin: str) -> dict[str, Any]:
 
 @functools.cache
 def _note_ignored(key: str) -> None:
-    """Print a note, once per field, that the field is ignored."""
+    """Print a note that a field is ignored, once per field."""
     print0(
         f"note: an agent's request sets {key!a:.80}, which has no effect: the run's flags control sampling"
     )
 
 
 def _assistant_message(turn: Turn, request: ChatRequest) -> dict[str, Any]:
-    """Return a turn as a message for its agent, with tool-call arguments as JSON text.
+    """Return a turn as a message for the agent, with tool-call arguments as JSON text.
 
     The content ends before the stop string.
     """

@@ -35,7 +35,8 @@ _handlers: dict[str, Handler] = {}
 
 async def open_url(handler: Handler) -> str:
     """Return a new URL whose requests go to the handler."""
-    address = await asyncio.shield(_starting())  # an episode that is cancelled here must not stop the server
+    # A cancelled episode must not cancel the server's start.
+    address = await asyncio.shield(_starting())
     key = secrets.token_urlsafe(16)
     _handlers[key] = handler
     return f"{address}/{key}/v1"

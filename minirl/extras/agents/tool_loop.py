@@ -51,7 +51,7 @@ def environment_rollout(factory: Callable[[], Any]) -> UserRollout:
 def make_rollout(
     functions: Sequence[Callable[..., Any]], factory: Callable[[], Any] | None = None
 ) -> RolloutFunction:
-    """Return a rollout function with these tools, or with the methods of a new `factory()` object per episode."""
+    """Return a rollout function whose tools are `functions`, or the methods of each episode's `factory()` object."""
 
     async def rollout(episode: Episode) -> None:
         tools = EpisodeTools(functions, factory)
@@ -73,7 +73,7 @@ def make_rollout(
 
 
 def public_methods(environment: Any) -> list[Callable[..., Any]]:
-    """Return the environment's tools: its public methods except the reserved ones."""
+    """Return the environment's tools: all public methods outside RESERVED_METHODS."""
     # Inspect the class, because reading a property from the object would run it.
     methods = inspect.getmembers(type(environment), predicate=inspect.isfunction)
     names = [name for name, _ in methods if name not in RESERVED_METHODS and not name.startswith("_")]
@@ -81,7 +81,7 @@ def public_methods(environment: Any) -> list[Callable[..., Any]]:
 
 
 class EpisodeTools:
-    """The tools of one episode: functions, or the methods of its environment object.
+    """The tools of one episode: functions, or the methods of an environment object.
 
     by_name: the tools, keyed by name.
     """
@@ -114,7 +114,7 @@ class EpisodeTools:
         return episode.branch([*others, {**last, "content": last["content"] + observation}])
 
     async def call_tools(self, message: Mapping[str, Any]) -> Messages:
-        """Run a message's tool calls; return the result messages in call order, then any parse error."""
+        """Run a message's tool calls; return the result messages in call order, and any parse error last."""
         calls = [self._call_tool(call["function"]) for call in message.get("tool_calls", ())]
         results = list(await asyncio.gather(*calls))
         if "parse_error" in message:

@@ -225,7 +225,7 @@ class HFTransformer(nn.Module):
         return MIN_ROWS if self.embed_tokens.weight.device.type == "cpu" else 1
 
     def tie_weights(self) -> None:
-        """See `Transformer`. Some heads' biases are tied, too."""
+        """See `Transformer`. For some models, this also ties the head's bias."""
         self.hf.tie_weights()
 
     @property
@@ -253,7 +253,7 @@ class HFTransformer(nn.Module):
         return states.to(self.embed_tokens.weight.dtype, copy=True)
 
     def _move_buffers(self, device: torch.device) -> None:
-        """Copy the buffers' values to the device, because moving or casting the model lost the buffers' values."""
+        """Copy the buffers' values to the device. Moving or casting the model has left its buffers without values."""
         self._device = device
         for module, name, buffer in self._buffer_values:
             module._buffers[name] = buffer.to(device)

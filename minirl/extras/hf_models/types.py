@@ -1,4 +1,4 @@
-"""Models that run with transformers' modules: how their config.json is read and how checkpoint tensors are named."""
+"""Models that run with transformers' modules: how config.json is read and how checkpoint tensors are named."""
 
 import dataclasses
 import functools
@@ -66,7 +66,7 @@ def read_hf_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def check_native(raw: Mapping[str, Any], read: Callable[[Mapping[str, Any]], ModelConfig]) -> None:
-    """Raise InputError if minirl's own modules, configured by `read`, differ from transformers' for a config.json."""
+    """Raise InputError if minirl's own modules, configured by `read`, differ from transformers' modules."""
     _pass_gate(_config_text(raw), read)
 
 
