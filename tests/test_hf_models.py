@@ -165,7 +165,7 @@ def test_a_rope_that_depends_on_the_longest_sequence_ends_where_it_would_change(
     """Beyond that length, the gate detects the change."""
     raw = make_config("phi3", rope_parameters=LONGROPE, max_position_embeddings=131072).to_dict()
     assert config_from_dict(raw).max_position_embeddings == 4096
-    sees = pytest.raises(InputError, match="rope of the longest")
+    sees = pytest.raises(InputError, match="RoPE for the longest")
     with mock.patch.object(gate, "ends_at_original", return_value=False), sees:
         gate.measure(CONFIG_MAPPING["phi3"].from_dict(raw))
 
