@@ -186,14 +186,15 @@ class HFTransformer(nn.Module):
         # 1. The children of transformers' model become children of this module, under the same names.
         head = hf.get_output_embeddings()
         layers = _find_layers(hf, config.num_hidden_layers)
-        parts = {"hf": hf, "layers": layers, "embed_tokens": hf.get_input_embeddings(), "lm_head": head}
-        for name, part in parts.items():
-            object.__setattr__(self, name, part)  # registers no child module
         for name, child in hf.named_children():
             if child is not head or not config.scalar_head:
                 setattr(self, name, child)
         if config.scalar_head:
             self.score = Linear(config.hidden_size, 1, bias=False)
+        parts = {"hf": hf, "layers": layers, "embed_tokens": hf.get_input_embeddings(), "lm_head": head}
+        for name, part in parts.items():
+            # Registers no child, and hides a child with the same name: a child `lm_head` may only contain the head.
+            object.__setattr__(self, name, part)
 
         # 2. The head returns hidden states, because the caller multiplies by the head's weight. Anything that the model
         # does to logits after the head therefore applies to hidden states.
