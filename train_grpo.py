@@ -78,7 +78,7 @@ class Config(RunConfig):
 
     @property
     def needs_policy_logprobs(self) -> bool:
-        """Whether advantages include a KL term, so that the policy must be scored before the update."""
+        """Whether advantages include a KL term, which requires scoring the policy before the update."""
         return bool(self.kl_reward_coef or self.teacher)
 
     @property
@@ -201,7 +201,7 @@ def main(config: Config) -> int:
 
         metrics.begin("score")
         weights = rollout_weights(config, groups, run.max_new_tokens)
-        # Set this to None to train on all rollouts, if the loss has a gradient where advantages are 0.
+        # If the loss has a gradient where advantages are 0, set `is_skipped` to None to train on all rollouts.
         is_skipped = can_skip(config, groups, weights)
         # This rank's sequences without the skipped rollouts, and their minibatches and microbatches.
         batch, minibatches = run.distribute(groups, metrics, is_skipped)
@@ -221,7 +221,7 @@ def main(config: Config) -> int:
             for i, sequences in enumerate(show_progress("update", minibatch)):
                 micro = batch.select(sequences)
                 new, entropy = score_batch(policy.module, micro)
-                if micro.old_logprobs is None:  # with one update per step, this is the old policy
+                if micro.old_logprobs is None:  # with one update per step, the policy is unchanged
                     micro = micro.replace(old_logprobs=new.detach())
                 loss, ratio = token_loss(config, micro, new, entropy)
                 objective = (micro.loss_weights * loss).sum()

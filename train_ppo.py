@@ -223,7 +223,7 @@ def main(config: Config) -> int:
                 metrics.add_total("value/loss", objective / config.updates_per_step)
                 if trains_policy:
                     new, entropy = score_batch(policy.module, micro)
-                    if micro.old_logprobs is None:  # with one update per step, this is the old policy
+                    if micro.old_logprobs is None:  # with one update per step, the policy is unchanged
                         micro = micro.replace(old_logprobs=new.detach())
                     loss, ratio = token_loss(config, micro, new, entropy)
                     objective = (micro.loss_weights * loss).sum()

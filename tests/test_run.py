@@ -73,7 +73,7 @@ def test_row_51_a_finished_run_continues_with_more_steps_without_its_initial_mod
         assert Path(line.split()[1]).exists()
     assert "bitwise: False, correction: token_truncate\n" in train("grown", 2, under=with_gap)
     shutil.rmtree(model)
-    assert "already finished; a greater --num-steps continues it" in train("grown", 2)
+    assert "already finished; a greater --num-steps continues the run" in train("grown", 2)
     copy = shutil.copy(tmp_path / "mine.py", runs / "grown")
     output = train("grown", 3, under=partial(mock.patch, "sys.argv", [copy]))
     assert "note: this run last started with other flags: --num-steps 3 (was 2)\n" in output

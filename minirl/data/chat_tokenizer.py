@@ -106,7 +106,7 @@ class ChatTokenizer(Tokenizer):
     def encode_all(self, rows: Sequence[Row]) -> Iterator[list[int]]:
         """Yield the token ids of each row's prompt. Chat prompts include the row's tools, or else the run's tools.
 
-        Text prompts begin with exactly one BOS token and never end with EOS, because the completion continues them.
+        Text prompts begin with exactly one BOS token and never end with EOS, because completions continue text prompts.
         Chat prompts have only the special tokens that the chat template writes. Raises InputError, naming the row, if
         the prompt cannot be encoded, is empty or has ids outside the model's vocabulary, or if the row and the run have
         different tools.

@@ -1,1 +1,1 @@
-"""Parts that training does not need: each file or folder can be deleted. The rest imports them where it uses them."""
+"""Optional parts: each file or folder can be deleted, because other code imports extras only inside functions."""

@@ -127,7 +127,7 @@ def majority(answers: Sequence[Any], is_correct: Sequence[bool]) -> float:
 def values_by_prompt(
     records: Iterable[Record], task: Task, weights: Mapping[str, float]
 ) -> dict[str, list[float]]:
-    """Return each metric's values, one for each prompt that has the metric. Not collective.
+    """Return each metric's values, one per prompt. Prompts without the metric are left out. Not collective.
 
     records: records of all ranks' completions. weights: reward weights, keyed by name. If all rewards with a positive
     weight are 0 or 1, these rewards tell `prompt_metrics` which completions are correct.

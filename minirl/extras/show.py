@@ -19,7 +19,7 @@ from minirl.run.run_folder import find_run
 
 
 def step_file(run: str, step: int | None) -> Path:
-    """Return the file with a step's rollouts, by default the last step's. Raises InputError if the file is missing."""
+    """Return the file with a step's rollouts (None: the last step). Raises InputError if the file is missing."""
     folder = find_run(run, "rollouts") / "rollouts"
     files = {int(path.stem): path for path in folder.glob("*.jsonl") if path.stem.isdecimal()}
     refuse(not files, f"{folder} has no rollouts yet")

@@ -143,7 +143,7 @@ class RunConfig:
 
     # These four values are not flags, but minirl.extras.evaluate declares the first two as flags.
     eval_rows = 256  # maximum number of held-out rows per file, drawn as a fixed sample
-    eval_samples = 0  # sampled completions per held-out row (0: one greedy completion)
+    eval_samples = 0  # number of sampled completions per held-out row (0: one greedy completion)
     trains = True
     num_value_models = 0  # number of value models trained alongside the policy, all of the same shape
 

@@ -89,7 +89,7 @@ def load_task(config: RunConfig, *, has_rewards: bool = False) -> Task:
         data, eval_data = TRAIN_DATA, eval_data or (TEST_DATA,)
     refuse(
         len({Path(path).stem for path in eval_data}) < len(eval_data),
-        f"--eval-data {' '.join(eval_data)}: two files have the same name, so their metrics would, too; rename one",
+        f"--eval-data {' '.join(eval_data)}: two files have the same name and would share a metric; rename one file",
     )
     if name == "gsm8k":
         return load_gsm8k(data, eval_data)

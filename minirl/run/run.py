@@ -45,7 +45,7 @@ from minirl.training.sharded_model import ShardedModel
 
 
 class Run:
-    """A training run, from its first step to its last. Every rank constructs a `Run` (collective).
+    """A training run, from the first step to the last. Every rank constructs a `Run` (collective).
 
     Scripts use `device`, `max_new_tokens` and `progress`. A script increments `progress.update` after each optimizer
     step.
@@ -88,7 +88,7 @@ class Run:
             if collector:
                 collector.in_flight.restore(self.progress.num_served, self.progress.in_flight)
             if self.progress.step >= config.num_steps:
-                print0("already finished; a greater --num-steps continues it")
+                print0("already finished; a greater --num-steps continues the run")
         self._logger = Logger(
             self._folder,
             setup.args(),
@@ -131,7 +131,7 @@ class Run:
     ) -> tuple[Batch, list[list[Microbatch]]]:
         """Send each rollout to the rank that trains on it (collective).
 
-        Returns this rank's batch, on the host, and its microbatches, one list per minibatch.
+        Returns this rank's batch, on the host, and the batch's microbatches, as one list per minibatch.
 
         is_skipped: bool [P, G], mask of rollouts to skip because their gradient is zero; None skips no rollout. One
         sequence of the skipped rollouts is computed anyway: `refuse_skipped_gradient` checks that its gradient is zero,

@@ -1,1 +1,1 @@
-"""Run agents, tools and environments that were not written for minirl. Only runs that use them import this package."""
+"""Run agents, tools and environments that were not written for minirl. Other runs do not import this package."""

@@ -47,8 +47,8 @@ def serve(agent: Callable[[str, Episode], Any]) -> RolloutFunction:
     `async def` or a blocking function; blocking functions run in threads.
 
     Order: an episode's requests run one at a time. A turn whose client disconnects is not trained on.
-    End: when the episode ends, an `async def` agent is cancelled, its running command is killed, and a blocking agent's
-    requests fail.
+    End: when the episode ends, an `async def` agent is cancelled, any command that it runs is killed, and a blocking
+    agent's requests fail.
     Limits: 4 MB per request, 64 pending requests per episode.
     """
 
