@@ -7,7 +7,7 @@ traceback and exits with code 1. On a stop signal, a run saves a checkpoint and 
 
 
 class InputError(ValueError):
-    """A flag, file, data row or model folder is unusable; the message names the culprit and the fix."""
+    """A flag, file, data row or model folder is unusable; the message states the cause and how to fix it."""
 
     exit_code = 2
 

@@ -14,10 +14,10 @@ MAX_TOP_K = 256  # maximum number of tokens that truncated sampling sorts
 
 
 class RolloutId(NamedTuple):
-    """The id of a rollout's branch within a run. Ids sort by prompt, sample and branch.
+    """The id of a rollout's branch within a run. Ids are sorted by prompt, sample and branch.
 
-    `prompt_ordinal` is the prompt's index among all prompts drawn since the run's start, `sample` the rollout's index
-    among the rollouts of its prompt, and `branch` the branch's index in its rollout, in order of creation.
+    `prompt_ordinal` is the prompt's index among all prompts drawn since the start of the run; `sample` is the rollout's
+    index among the rollouts of its prompt; `branch` is the branch's index in its rollout, in order of creation.
     """
 
     prompt_ordinal: int
@@ -36,7 +36,7 @@ Stream = NDArray[np.void]  # dtype TOKEN
 
 
 def make_token_stream(ids: Sequence[int]) -> Stream:
-    """Return a stream TOKEN [n] of ids that were not sampled: a prompt, or tokens appended between two turns."""
+    """Return a TOKEN array [n] for ids that were not sampled: a prompt, or tokens appended between two turns."""
     stream = np.zeros(len(ids), TOKEN)
     stream["id"] = array("q", ids)  # ten times as fast as converting a long tuple with NumPy
     return stream
@@ -46,17 +46,17 @@ NO_TOKENS = make_token_stream(())
 
 
 def join_streams(*streams: Stream) -> Stream:
-    """Concatenate streams into a new stream."""
+    """Concatenate TOKEN arrays into a new TOKEN array."""
     # Without an explicit dtype, NumPy would promote the dtypes pair by pair.
     return np.concatenate([NO_TOKENS, *streams], dtype=TOKEN)
 
 
 class Truncation(NamedTuple):
-    """Top-k and top-p sampling: keep the `top_k` most likely tokens, then the smallest subset of these tokens that has
-    at least the fraction `top_p` of their probability.
+    """Top-k and top-p sampling: keep the `top_k` most likely tokens, then the smallest subset of these tokens whose
+    share of their total probability is at least `top_p`.
 
-    The kept probabilities are renormalized. top_k 0 keeps all tokens. Training never uses truncated samples, because
-    logprobs are trained under the full distribution.
+    The kept probabilities are renormalized. top_k 0 keeps all tokens. Training never uses samples drawn with top-k or
+    top-p truncation, because training computes logprobs under the full distribution.
     """
 
     top_k: int = 0
@@ -67,17 +67,17 @@ NO_TRUNCATION = Truncation()
 
 
 class StopTest(Protocol):
-    """A test of which turns end at their last sampled token, such as `data.tokenizer.StopStrings` for stop strings."""
+    """A predicate that tells which turns end at their last sampled token, e.g. `data.tokenizer.StopStrings`."""
 
     @property
     def max_tokens(self) -> int:
         """The number of trailing token ids of a turn that the test examines, at least 1."""
 
     def __call__(self, turns: Sequence[list[int]]) -> Sequence[bool]:
-        """Return whether each turn ends at its last token. A turn is given as the list of its last `max_tokens` ids.
+        """Return, for each turn, whether the turn ends with its most recently sampled token.
 
-        The engine calls the test once per decode step, with all turns that use the test. A turn's result must depend
-        only on the ids of that turn.
+        Each turn is represented by the ids of its last `max_tokens` tokens. The engine calls the test once per decode
+        step, with all turns that use the test. A turn's result must depend only on the ids of that turn.
         """
 
 

@@ -12,7 +12,7 @@ from support.collecting import Prompts, make_collector
 
 NO_PROMPT = r"branch\(.*expected (text, or messages with role and content|a message)"
 NO_AFTER = "expected text, a list of token ids, or messages"
-NO_STOP = r"generate\(stop=.*\): expected non-empty strings without U\+FFFD and surrogates"
+NO_STOP = r"generate\(stop=.*\): expected non-empty strings without U\+FFFD or surrogates"
 LATE = "took more than 60 s; see --call-timeout"
 # Faulty code that runs first, or after a turn, and the expected message.
 FIRST = {
@@ -31,7 +31,7 @@ LATER = {
     "let_time_pass(); await asyncio.to_thread(has_failed.wait)": LATE,
     "await asyncio.wait_for(episode.generate(), 0.0005)": r"generate\(\): cancelled while its turn was being sampled",
     "left = asyncio.create_task(episode.generate()); await asyncio.sleep(0)": "ended while one of its turns was",
-    "await asyncio.gather(episode.generate(), episode.generate())": r"generate\(\): requests a second turn while",
+    "await asyncio.gather(episode.generate(), episode.generate())": r"generate\(\): a second turn was requested while",
     "await episode.generate(after=5)": rf"generate\(after=5\): {NO_AFTER}",
     "await episode.generate(after=b'abc')": rf"generate\(after=b'abc'\): {NO_AFTER}",
     "await episode.generate(after=[1.5])": r"generate\(after=...\): expected text, token ids or messages",
@@ -45,11 +45,11 @@ LATER = {
     "await episode.generate(max_tokens='7')": r"generate\(max_tokens='7'\): must be an integer of at least 1",
     "episode.end('won')": r"episode.end\('won'\): expected one of stop, length, .*env_done",
     "episode.end('stop'); await episode.generate()": r"episode.generate\(\) after episode.end\('stop'\)",
-    "return 1.0": r"gave rewards \('reward'\) that the run does not use: add --reward episode",
+    "return 1.0": r"recorded rewards \('reward'\) that this run does not use; add --reward episode",
     "return {'other': 1.0}": r"ended without the reward 'total' \(given: 'other'\)",
-    "return float('nan')": r"returns nan; a reward is a finite number of at most 1e\+12",
-    "return '1.0'": "returns '1.0'; a reward is",
-    "episode.reward(float('nan'))": "episode.reward, for the row at f:3: 'reward' is nan; a reward is",
+    "return float('nan')": r"returns nan; a reward must be a finite number with an absolute value of at most 1e\+12",
+    "return '1.0'": "returns '1.0'; a reward must be",
+    "episode.reward(float('nan'))": "episode.reward, for the row at f:3: 'reward' is nan; a reward must be",
 }
 WRONG = [(code, said, "before its first turn") for code, said in FIRST.items()]
 WRONG += [

@@ -268,7 +268,7 @@ def test_row_39_a_wandb_error_prints_one_line_and_turns_wandb_off(
     assert len(calls) == (method != "import")
     assert steps_in(tmp_path) == [{"step": step, "a": 1.0} for step in range(3)]
     (printed,) = said(capsys)
-    assert "wandb failed and is off" in printed
+    assert "wandb failed; disabling it" in printed
 
 
 def test_row_40_a_resumed_run_continues_its_files(make_logger, tmp_path):

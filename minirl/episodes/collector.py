@@ -1,7 +1,7 @@
 """The collector turns prompts into complete groups of rewarded rollouts for the update.
 
-A step's groups depend on the prompts, the rollout lengths and the rewards, but not on timing. Groups are the same for
-any number of ranks and in every run.
+A step's groups depend on the prompts, the rollout lengths and the rewards, but not on timing. The groups are
+deterministic and do not depend on the number of ranks.
 
 With `max_staleness`, a rollout may continue under new weights in a later step. All in-flight rollouts then decode in
 rounds of a few tokens each. A step ends after the first round that completes enough groups, and takes the first
@@ -38,9 +38,9 @@ ROUND_LIMITS = (4, 512)
 class Collector:
     """Collects rollouts for one prompt stream.
 
-    engine: the engine that samples the rollouts. in_flight: prompts that have begun but have not been taken by a step.
-    temperature: sampling temperature of new rollouts that are not greedy. A script may change the temperature between
-    steps.
+    engine: the engine that samples the rollouts. in_flight: the prompts that have been started but not yet taken by a
+    step. temperature: sampling temperature of new rollouts that are not greedy. A script may change the temperature
+    between steps.
     counts: this rank's counters; `pop` reads and resets a counter. See `EpisodeRunner`.
     evaluator: creates a runner for another prompt stream, with the same engine, rewards and rollout function.
     """
@@ -66,8 +66,9 @@ class Collector:
         max_turns: maximum number of turns per episode (0 means MAX_TURNS).
         group_size: sampled rollouts per prompt, in addition to `num_greedy` greedy rollouts.
         reward_weights: fp64 [K]; if None, each reward has weight 1.
-        max_refills: maximum number of times per step to replace groups whose first reward has zero variance with groups
-        for new prompts. After that, zero-variance groups fill the rest of the step. With None, no group is replaced.
+        max_refills: maximum number of refills per step. A refill replaces the groups whose first reward has zero
+        variance with groups for new prompts. After the last refill, zero-variance groups fill the rest of the step. If
+        None, no group is replaced.
         max_staleness: maximum number of steps between a rollout's first token and the step that trains on the rollout.
         With 0, each step trains only on rollouts that began in the same step.
         """
@@ -92,8 +93,8 @@ class Collector:
         self._runner = self.evaluator(prompts)
         self.counts = self._runner.counts
         self._queue = self._runner.queue
-        # This rank's rewarded rollouts that no step has taken. The other in-flight rollouts are still in the runner or
-        # in the queue.
+        # Rollouts on this rank that have rewards but have not yet been selected for a step. The other in-flight
+        # rollouts are still in the runner or in the queue.
         self._rewarded: list[RewardedRollout] = []
 
     def collect(self, num_groups: int, *, weight_version: int = 0) -> Groups:
@@ -156,7 +157,8 @@ class Collector:
 
     def _ready_prompts(self) -> set[int]:
         """Return the in-flight prompts whose groups are complete and rewarded, across all ranks (collective)."""
-        # Wait for the rewards of newly finished groups for as long as a round waits for replies of rollout functions.
+        # Wait for the rewards of newly finished groups, but no longer than a round waits for rollout functions to
+        # reply.
         deadline = time.monotonic() + self._runner.reply_wait_s
         while self._queue.is_busy and (remaining_s := deadline - time.monotonic()) > 0:
             self._queue.poll(remaining_s)
@@ -164,7 +166,7 @@ class Collector:
         return set().union(*gather_objects(own | self._queue.ready_prompts()))
 
     def _begin_prompts(self, num_prompts: int) -> None:
-        """Begin `num_prompts` prompts; each rank starts its shard of the rollouts."""
+        """Start rollouts for `num_prompts` prompts; each rank starts its own shard of the rollouts."""
         requests = self._prompts.requests(
             self.in_flight.begin_prompts(num_prompts),
             group_size=self._group_size,

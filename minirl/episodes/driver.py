@@ -198,9 +198,9 @@ class Driver:
     def rollout(self, finish_reason: str | None, rewards: Mapping[str, float | None]) -> Rollout:
         """Return the rollout up to the end of the last turn. Raises InputError for an episode without turns.
 
-        finish_reason: finish reason of the rollout and of the branch whose turn was requested last; with None, the last
-        turn determines this finish reason. The last turn of each other branch determines that branch's finish reason.
-        rewards: all rewards, keyed by name.
+        finish_reason: finish reason of the rollout and of the branch whose turn was requested last; if None, the last
+        turn of that branch determines the finish reason of both. Each other branch gets its finish reason from its last
+        turn. rewards: all rewards, keyed by name.
         """
         episode = self.episode
         branches = [branch for branch in episode.branches if branch.turns]
@@ -247,7 +247,8 @@ class Driver:
         refuse(self.episode.is_closed, "generate(): the episode has ended")
         refuse(
             not self._turn_future.done(),
-            "generate(): requests a second turn while the first is being sampled; await one turn after the other",
+            "generate(): a second turn was requested while the first is still being sampled; await each turn before "
+            "requesting the next",
         )
         self._turn_future = event_loop().create_future()
         self._reply(turn_request)
@@ -284,7 +285,10 @@ class Driver:
 
 @functools.cache
 def make_stop_test(tokenizer: Tokenizer, strings: tuple[str, ...]) -> StopStrings:
-    """Return the stop test for these strings. Turns share a test, which the engine runs once per step."""
+    """Return the stop test for these strings.
+
+    All turns with the same stop strings share one test, which the engine runs once per step.
+    """
     return StopStrings(tokenizer, strings)
 
 
@@ -305,7 +309,7 @@ def turn_record(turn: Turn) -> TurnRecord:
 
 
 def add_returned_rewards(given_rewards: dict[str, float | None], returned: Any) -> None:
-    """Add the rewards that a function returned to `given_rewards`. A returned None sets the reward to None.
+    """Add the rewards that a function returned to `given_rewards`. Returning None for a reward sets the reward to None.
 
     A bare number is the reward named "reward". Raises InputError for a value that is not a valid reward.
     """

@@ -45,8 +45,8 @@ REWARD = "reward"
 class TurnRequest:
     """A request to append tokens and then sample a turn.
 
-    after: text, token ids or, between turns of a chat, messages in the form that `read_message` returns. The chat
-    template gets non-text content of tool results as text; reward functions get such content unchanged.
+    after: text, token ids or, between turns of a chat, messages in the form that `read_message` returns. Non-text
+    content in tool results is converted to text for the chat template, but passed to reward functions unchanged.
     stop: strings that end the turn, in addition to the model's stop tokens. The token that completes a stop string is
     kept whole.
     max_tokens: maximum number of tokens to sample; None means as many as fit.
@@ -59,14 +59,17 @@ class TurnRequest:
     branch: int
 
     def __post_init__(self) -> None:
-        """Raise InputError, naming any invalid field. `Driver` checks the contents of `after` while tokenizing."""
+        """Raise InputError if a field is invalid, naming the field.
+
+        `Driver` checks the contents of `after` while tokenizing.
+        """
         refuse(
             not isinstance(self.after, str | list | tuple),
             f"generate(after={self.after!r:.80}): expected text, a list of token ids, or messages",
         )
         refuse(
             not all(map(is_stop_string, self.stop)),
-            f"generate(stop={self.stop!r:.80}): expected non-empty strings without U+FFFD and surrogates",
+            f"generate(stop={self.stop!r:.80}): expected non-empty strings without U+FFFD or surrogates",
         )
         if self.max_tokens is not None:
             is_limit = type(self.max_tokens) is int and self.max_tokens >= 1
@@ -178,9 +181,9 @@ class Branch:
     def messages(self) -> Messages:
         """The conversation so far: the prompt, the assistant messages, and the appended messages.
 
-        A text prompt becomes a user message. An assistant message is all text, sampled or appended, between two
-        other messages, without special tokens. An assistant message that continues the prompt's last message is merged
-        with that message. Raises InputError if the prompt is a list of token ids.
+        A text prompt becomes a user message. An assistant message comprises all the text, sampled or appended, between
+        two other messages, without special tokens. An assistant message that continues the prompt's last message is
+        merged with that message. Raises InputError if the prompt is a list of token ids.
         """
         refuse(
             is_token_ids(self.prompt),
@@ -217,7 +220,7 @@ class Branch:
 
 
 class Episode:
-    """A rollout while its rollout function runs.
+    """A rollout in progress, which the rollout function gets as its argument.
 
     branches: all branches, ordered by number. The first branch begins with the row's prompt; the episode exposes the
     first branch's `generate`, `turns`, `messages`, `tokens`, `prompt`, `prompt_ids` and `remaining_tokens`.
@@ -283,7 +286,7 @@ class Episode:
         """Begin another branch with its own prompt: text, messages or token ids.
 
         Each branch is a separate training sample with the rollout's advantage. All branches share the rollout's weight
-        in the loss. tools: JSON schemas of the tools in a prompt of messages; None means the run's tools. Raises
+        in the loss. tools: JSON schemas of the tools for a prompt given as messages; None means the run's tools. Raises
         InputError for an invalid prompt.
         """
         if not is_token_ids(prompt):
@@ -334,7 +337,10 @@ def checked_reward(value: Any, what: str) -> float:
     """Return a reward as a float. Raises InputError, prefixed with `what`, unless the value is a finite number."""
     checked = validate_number(value)
     if not isinstance(checked, float):
-        raise InputError(f"{what} {short_repr(value)}; a reward is a finite number of at most {MAX_REWARD:g}")
+        raise InputError(
+            f"{what} {short_repr(value)}; a reward must be a finite number with an absolute value of at most "
+            f"{MAX_REWARD:g}"
+        )
     return checked
 
 

@@ -1,4 +1,4 @@
-"""Track the prompts in flight, and decide which prompts a step must take and how many new prompts may begin."""
+"""Track the prompts in flight, and decide which prompts a step must take and how many new prompts to start."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -8,12 +8,12 @@ from minirl.errors import refuse
 
 @dataclass
 class PromptsInFlight:
-    """The prompts that have begun but have not been taken by a step.
+    """The prompts that have been started but not yet taken by a step.
 
     Every rank has the same state. Steps take prompts in order, and take each prompt at most `max_staleness` steps after
-    the prompt began.
+    the prompt was started.
     num_served: number of prompts drawn from the stream so far. num_steps: number of finished steps.
-    start_steps: the step in which each prompt began, keyed by ordinal.
+    start_steps: the step in which each prompt was started, keyed by ordinal.
     interrupted: ordinals of prompts that were in flight at the checkpoint and have not been restarted yet.
     """
 
@@ -37,7 +37,7 @@ class PromptsInFlight:
         self.interrupted = sorted(ordinals)
 
     def begin_prompts(self, num_prompts: int) -> list[int]:
-        """Begin `num_prompts` prompts, interrupted prompts first; return the ordinals."""
+        """Mark `num_prompts` prompts as started, interrupted prompts first; return their ordinals."""
         restarted, self.interrupted = self.interrupted[:num_prompts], self.interrupted[num_prompts:]
         first_new = self.num_served
         self.num_served += num_prompts - len(restarted)
@@ -52,14 +52,15 @@ class PromptsInFlight:
             del self.start_steps[ordinal]
 
     def expiring(self, num_groups: int) -> set[int]:
-        """Return the prompts that this step of `num_groups` must take to keep every rollout within `max_staleness`.
+        """Return the prompts that this step must take to keep every rollout within `max_staleness`.
 
+        num_groups: number of prompts that this step and each later step can take.
         If more than n * num_groups prompts expire within the next n steps, this step must take the excess.
         With 4 groups per step and `max_staleness` 2, in step 5:
 
-            prompts 10 and 11, begun in step 3    0 later steps can take 0 of these 2: take 2 now
-            prompts 12 to 16, begun in step 4     1 later step can take 4 of all 7: take 3 now
-            prompts begun in step 5               none expires, so the step must take 10, 11 and 12
+            prompts 10 and 11, started in step 3    0 later steps can take 0 of these 2: take 2 now
+            prompts 12 to 16, started in step 4     1 later step can take 4 of all 7: take 3 now
+            prompts started in step 5               none expires, so the step must take 10, 11 and 12
 
         Raises InputError if more than `num_groups` prompts expire, which happens only if this step takes fewer groups
         than earlier steps.
@@ -77,12 +78,13 @@ class PromptsInFlight:
         return set(ordinals[:num_expiring])
 
     def num_prompts_to_begin(self, num_groups: int, *, num_wanted: int, num_ready: int) -> int:
-        """Return the number of prompts to begin now, for a step of `num_groups` that needs `num_wanted` ready prompts.
+        """Return the number of prompts to start now, for a step of `num_groups` that needs `num_wanted` ready prompts.
 
-        Long rollouts should decode in a large batch, so two steps' worth of prompts stay unfinished. However, the
-        number of prompts in flight never exceeds what this step and the next `max_staleness` steps can take. With 4
-        groups per step and `max_staleness` 2, up to 12 prompts may be in flight. If 7 are in flight and 2 of them are
-        ready, 5 are unfinished, so 8 - 5 = 3 begin. If 10 are in flight and 4 of them are ready, 12 - 10 = 2 begin.
+        To keep the decoding batch large even if rollouts are long, two steps' worth of unfinished prompts are kept in
+        flight. However, the number of prompts in flight never exceeds what this step and the next `max_staleness` steps
+        can take. With 4 groups per step and `max_staleness` 2, up to 12 prompts may be in flight. If 7 are in flight
+        and 2 of them are ready, 5 are unfinished, so 8 - 5 = 3 are started. If 10 are in flight and 4 of them are
+        ready, 12 - 10 = 2 are started.
         """
         num_unfinished = len(self) - num_ready
         num_allowed = num_wanted + num_groups * self.max_staleness - len(self)

@@ -54,8 +54,8 @@ class EpisodeRunner:
     """Runs episodes in rounds. Its methods are collective only if ranks share the model's layers.
 
     queue: the queue that computes the rewards of complete groups.
-    counts: the numbers of "sampled_tokens", of appended "tool_results", and of "tool_errors" among these results. All
-    counts include rollouts that no step takes.
+    counts: counters "sampled_tokens", "tool_results" (appended tool results) and "tool_errors" (appended tool results
+    that report an error). All counts include rollouts that no step takes.
     reply_wait_s: maximum time (s) to wait for the next reply in a round with a budget and nothing to decode.
     """
 
@@ -83,7 +83,7 @@ class EpisodeRunner:
         self._prompts = prompts
         self._max_turns = max_turns or MAX_TURNS
         self.queue = RewardQueue(functions, prompts, call_timeout=call_timeout)
-        # Names of the rewards that each episode must give. If a limit ends an episode, missing rewards are 0.
+        # Names of the rewards that each episode must record. If a limit ends an episode, missing rewards are 0.
         self._reward_names = self.queue.episode_rewards
         self.counts: Counter[str] = Counter()
         # Tasks of functions that have not returned, including those still cleaning up after their episodes ended.
@@ -92,10 +92,11 @@ class EpisodeRunner:
         self._forget_episodes()
 
     def _forget_episodes(self) -> None:
-        """Reset the runner to a state without episodes."""
+        """Reset the runner, discarding all episodes."""
         # All open episodes, keyed by the id of their first branch, in the order in which they began.
         self._drivers: dict[RolloutId, Driver] = {}
-        # Episodes whose turn is waiting for the first turns of its group, or for the next round's budget.
+        # Episodes with a requested turn that is waiting until all episodes of the group have requested their first
+        # turn, or for the next round's budget.
         self._waiting: list[Driver] = []
         # The time at which each function began to work on its next reply, oldest first.
         self._working_since: dict[Driver, float] = {}
@@ -222,7 +223,7 @@ class EpisodeRunner:
                 raise self._rollout_error(driver, error) from None
         self._replies.clear()
         if self._call_timeout is not None and self._working_since:
-            # Check after the slice, which has turned every result that arrived in time into a reply.
+            # Check after the slice, because by then every result that arrived in time has become a reply.
             slowest, since = next(iter(self._working_since.items()))
             if time.monotonic() - since > self._call_timeout:
                 raise self._rollout_error(
@@ -284,9 +285,9 @@ class EpisodeRunner:
 
 
 def check_rewards(given_rewards: Collection[str], required_rewards: Collection[str]) -> None:
-    """Raise InputError if a required reward is missing, or if the run uses no episode rewards but some were given.
+    """Raise InputError if a required reward is missing, or if the run uses no episode rewards but some were recorded.
 
-    given_rewards: names of the rewards that an episode gave or returned. required_rewards: names of the rewards
+    given_rewards: names of the rewards that an episode recorded or returned. required_rewards: names of the rewards
     that the run uses.
     """
     refuse(
@@ -297,7 +298,7 @@ def check_rewards(given_rewards: Collection[str], required_rewards: Collection[s
     flags = " ".join("episode" if name == REWARD else f"episode:{name}" for name in sorted(given_rewards))
     refuse(
         given_rewards and not required_rewards,
-        f"gave rewards ({listed}) that the run does not use: add --reward {flags}",
+        f"recorded rewards ({listed}) that this run does not use; add --reward {flags}",
     )
     for name in required_rewards:
         refuse(

@@ -1,4 +1,7 @@
-"""Select the groups for a step. A group is all rollouts of one prompt. Every rank knows the rewards of all groups."""
+"""Select the groups for a step.
+
+A group consists of all rollouts of one prompt. Every rank knows the rewards of all groups.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -44,7 +44,7 @@ def append_whole(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def add_path_to_oserror(path: Path) -> Iterator[None]:
-    """Add this path to an OSError in the block that names no file, such as a write to a full disk."""
+    """Add this path to any OSError from the block that names no file (for example after a write to a full disk)."""
     try:
         yield
     except OSError as error:

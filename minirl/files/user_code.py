@@ -1,4 +1,4 @@
-"""Load user functions and format their exceptions. Imports only the standard library to start workers quickly."""
+"""Load user functions and format their exceptions. Imports only the standard library, so that workers start quickly."""
 
 import builtins
 import contextlib
@@ -13,7 +13,7 @@ from typing import Any
 
 from minirl.errors import InputError, refuse
 
-# Folder of this package. User tracebacks omit their leading frames in this folder.
+# Folder of this package. Leading frames from this folder are stripped from tracebacks of user code.
 PACKAGE_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 # Maximum lengths (characters) of a traceback and of a value's repr in a message.
 MAX_TRACEBACK = 4000
@@ -39,7 +39,7 @@ def source_and_name(flag: str, spec: str, expected: str = "function") -> tuple[s
 
 @contextlib.contextmanager
 def loading_user_code(what: str) -> Iterator[None]:
-    """Turn errors from user code that the block loads into an InputError whose message begins with `what`."""
+    """Re-raise errors from user code loaded in the block as an InputError whose message begins with `what`."""
     try:
         yield
     except InputError as reason:
@@ -79,7 +79,10 @@ def _run_file(file: str) -> types.ModuleType:
 
 
 def _import_sibling(file: str, name: str, *arguments: Any, **options: Any) -> Any:
-    """Import a module for a user's file. Modules in its folder are keyed by path, because module names may repeat."""
+    """Import a module on behalf of a user's file.
+
+    Modules in the file's folder are keyed by path, because module names may repeat.
+    """
     path = os.path.join(os.path.dirname(file), f"{name}.py")
     is_loaded = getattr(sys.modules.get(name), "__file__", None) == path  # for example by the script
     if path == file or is_loaded or not os.path.isfile(path):

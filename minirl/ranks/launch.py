@@ -80,7 +80,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
 
 
 def announce_phase(phase: str) -> None:
-    """Publish the step and phase that begin on this rank, for other ranks' error reports. Not collective."""
+    """Publish the step and phase that this rank is starting, for use in other ranks' error reports. Not collective."""
     this_process.phase = phase
     rendezvous().set(f"phase/{_rank()}", phase)
 
@@ -173,7 +173,7 @@ def _ranks_without_error() -> list[str]:
 def _exit_code_and_message(error: BaseException, missing: Sequence[str]) -> tuple[int, str]:
     """Return the exit code and the message ("": print nothing) for an error that `main` raised.
 
-    missing: the ranks that have not failed.
+    missing: the ranks that have not reported an error, with their phases.
     """
     where = f"rank {_rank()}, {this_process.phase}"
     if isinstance(error, SystemExit) and isinstance(error.code, int):

@@ -48,7 +48,7 @@ def start(
         "start all nodes again with the same --run-name",
     )
     if os.environ.keys().isdisjoint(ALLOCATOR_SETTINGS):
-        # torch reads the variable when CUDA starts.
+        # torch reads the variable when CUDA is initialized.
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
     device = select_device(may_use_cpu=may_use_cpu)
     torch.set_num_threads(1)
@@ -128,8 +128,8 @@ def local_world_size() -> int:
 def print0(*parts: Any) -> None:
     """Print on rank 0 and flush; a failed write never stops the run. Not collective.
 
-    After a broken pipe (as with `| head`), the current and all later output is dropped. On a full disk, the pending
-    lines are written with later output, once there is room.
+    After a broken pipe (as with `| head`), the current and all later output is dropped. If the disk is full, pending
+    lines are kept and written with later output, once there is room.
     """
     if rank() != 0:
         return

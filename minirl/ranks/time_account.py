@@ -1,8 +1,8 @@
 """Per-rank time breakdown: the main thread's time is always attributed to exactly one cause.
 
-The causes' seconds therefore add up to wall time; time without a more specific cause goes to "host".
-docs/metrics.md lists the causes. Each phase of the step sets a cause (`StepMetrics.begin`), and `spent_on` sets another
-cause for a block. The module's only state is `this_process`.
+The seconds attributed to all causes therefore add up to the wall-clock time; time without a more specific cause goes to
+"host". docs/metrics.md lists the causes. Each phase of the step sets a cause (`StepMetrics.begin`), and `spent_on` sets
+another cause for a block. The module's only state is `this_process`.
 """
 
 import threading
@@ -25,7 +25,7 @@ class TimeAccount:
         self.begin()
 
     def begin(self) -> None:
-        """Reset all seconds and switch to "host".
+        """Reset all times to zero and switch to "host".
 
         Call this method before the first step, because setup belongs to no step.
         """
@@ -42,7 +42,7 @@ class TimeAccount:
         self._cause = cause
 
     def take(self) -> dict[str, float]:
-        """Return and reset the seconds per cause since the last `take` or `begin`; their sum is the wall time."""
+        """Return and reset the seconds per cause since the last `take` or `begin`; their sum is the wall-clock time."""
         self.switch(self._cause)
         seconds = self._seconds
         self._seconds = defaultdict(float)

@@ -2,8 +2,8 @@
 
 Logging errors never stop a run. If metrics.jsonl cannot be written (for example on a full disk), the pending lines are
 written with a later step. A step's rollouts that cannot be written are dropped with a warning. After the first wandb
-error, wandb is turned off, and a console line reports this. A resumed run continues its files and its wandb run after
-the checkpoint's step.
+error, wandb logging is disabled and a notice is printed to the console. A resumed run continues its files and its wandb
+run after the checkpoint's step.
 """
 
 import contextlib
@@ -149,13 +149,14 @@ class Logger:
 
     @contextlib.contextmanager
     def _wandb_off_after_error(self) -> Iterator[None]:
-        """Print an error in the block instead of raising it, and turn wandb off."""
+        """If the block raises an error, print the error instead of propagating it, and disable wandb."""
         try:
             yield
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # not installed, no network, even SystemExit: training continues
-            print0(f"wandb failed and is off from now on: {error!r}")
+        except BaseException as error:
+            # Training continues, whatever went wrong: wandb is not installed, the network is down, or even SystemExit.
+            print0(f"wandb failed; disabling it for the rest of the run: {error!r}")
             self._wandb = None
 
 

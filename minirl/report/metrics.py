@@ -44,7 +44,7 @@ class StepMetrics:
     def add(
         self, name: str, total: float | Tensor, weight: float | Tensor = 1.0, *, kind: str = "mean"
     ) -> None:
-        """Add `weight` values that sum to `total` to a mean, or to a metric of another kind in KINDS."""
+        """Add `total`, the sum of `weight` values, to a mean or to another kind of metric in KINDS."""
         kept = total.detach() if isinstance(total, Tensor) else total
         self._entries.append(((kind, name), kept, weight))
 
@@ -64,8 +64,8 @@ class StepMetrics:
     def begin(self, phase: str) -> None:
         """Wait for the device to finish the previous phase, then begin a new phase.
 
-        From now on, time is attributed to the phase (for "generate", to "host"), except in `time_account.spent_on`
-        blocks. If this rank hangs, other ranks report the phase (`launch.announce_phase`).
+        From now on, time is attributed to the phase (or to "host" if the phase is "generate"), except in
+        `time_account.spent_on` blocks. If this rank hangs, other ranks report the phase (`launch.announce_phase`).
         """
         time_account.wait_for_device()
         time_account.this_process.switch("host" if phase == "generate" else phase)
@@ -201,7 +201,7 @@ def add_tokens(
     gap = (logprobs - micro.sample_logprobs)[index].abs()
     is_current = micro.weight_version[index] == weight_version
     num_current = is_current.sum()
-    # Indexing with a mask would make the host wait for the device.
+    # Boolean-mask indexing would force a host-device synchronization.
     metrics.add("policy/logp_gap_mean", gap.where(is_current, 0.0).double().sum(), num_current)
     metrics.add_max("policy/logp_gap_max", gap.where(is_current, -math.inf), num_current)
     metrics.add("policy/logp_equal_frac", (is_current & (gap == 0)).sum(), num_current)
@@ -242,7 +242,7 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
     for name in metrics:
         if name.startswith("finish/"):
             all_metrics[name] /= metrics["count/rollouts"]
-    counts = defaultdict(float, metrics)  # counts that are 0 on every rank are missing
+    counts = defaultdict(float, metrics)  # counts that are 0 on every rank are omitted
     num_trained = counts["count/tokens"] * (1 - counts["perf/skipped_tokens"])
     generation_s = sum(counts[f"time/{cause}"] for cause in time_account.GENERATION_CAUSES)
     if generation_s > 0:

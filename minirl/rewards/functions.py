@@ -1,24 +1,24 @@
 """Reward functions: their arguments, their return values, and where they run.
 
 A reward is a function with TRL's interface, and may be an `async def`. The function is called with keyword arguments:
-`prompts`, `completions`, `completion_ids` and the data's other columns, each a list with one entry per completion. A
-function gets only the arguments that it names, or all arguments if it takes `**kwargs`. The function returns one number
-of magnitude at most 1e12 per completion, or None where the reward does not apply. For text prompts, completions are
-text. For chat prompts, completions are the messages after the prompt:
+`prompts`, `completions`, `completion_ids` and the remaining dataset columns, each a list with one entry per completion.
+A function gets only the arguments that it declares, or all arguments if it takes `**kwargs`. The function returns one
+number of magnitude at most 1e12 per completion, or None where the reward does not apply. For text prompts, completions
+are text. For chat prompts, completions are the messages after the prompt:
 `[{"role": "assistant", "content": text}]`, for example.
 
-A function may name further arguments, which are also lists with one entry per completion. `episodes` are dicts with the
-conversation, turns and more (`PromptGroup.episodes`). Functions that run in this process can also name `environments`,
-the --environment objects, and `rollouts`, the `Rollout` objects. All other arguments are copies, which the function
-may modify.
+A function may declare additional parameters, which are also passed as lists with one entry per completion. `episodes`
+are dicts with the conversation, turns and more (`PromptGroup.episodes`). Functions that run in this process can also
+declare `environments`, the --environment objects, and `rollouts`, the `Rollout` objects. All other arguments are
+copies, which the function may modify.
 
-A function's `Reward` decides when and where the function is called:
+A function's `Reward` determines when and where the function is called:
 
     WorkerReward     once per prompt, in a process        --reward (`reward_workers`)
     FunctionReward   once per prompt, in a thread         the task's functions, functions that a script passes to
-                                                          `Setup` or `Collector`, and --reward functions that name
+                                                          `Setup` or `Collector`, and --reward functions that declare
                                                           `environments` or `rollouts`
-    EpisodeReward    like FunctionReward                  --reward episode, which reads the rewards that episodes gave
+    EpisodeReward    like FunctionReward                  --reward episode, which reads rewards that episodes recorded
     StepReward       once per step, on the main thread    --reward-model (`reward_model`)
 
 To add another kind of reward, subclass `Reward`.
@@ -51,7 +51,7 @@ from minirl.rewards.calls import (
 )
 from minirl.rollouts import Rollout, SampledSequence
 
-EPISODE = "episode"  # value of --reward for rewards that episodes give
+EPISODE = "episode"  # value of --reward for rewards that episodes record
 # Arguments whose entries are live objects of this process, which are neither sent to workers nor copied.
 OBJECT_ARGUMENTS = ("environments", "rollouts")
 MAX_CONCURRENT_CALLS = 256  # maximum concurrent calls to an `async def`, here or in a worker
@@ -102,7 +102,7 @@ class PromptGroup:
         row: the row's prompt, columns and origin. messages: the whole conversation. text, tokens: the completion as
         text and as token ids.
         finish_reason: the rollout's finish reason. turns: text, num_tokens and finish_reason per turn; empty for a
-        rollout without an episode. rewards: all rewards that the episode gave; None where a reward does not apply.
+        rollout without an episode. rewards: all rewards recorded for the episode; None where a reward does not apply.
         """
         row = {"prompt": self.row.prompt, "columns": dict(self.row.columns), "origin": self.row.origin}
         return [
@@ -147,7 +147,7 @@ class PromptGroup:
 
 
 class Reward(ABC):
-    """One of the run's rewards, which decides when and where its function is called.
+    """One of the run's rewards. The subclass determines when and where the reward function is called.
 
     signature: the function's signature. episode_reward: name of the reward that the function reads from episodes, if
     any.
@@ -169,7 +169,7 @@ class Reward(ABC):
 
 
 class FunctionReward(Reward):
-    """A function called in threads of this process, concurrently for all prompts if the function is `async`."""
+    """A function called in threads of this process; calls to an `async` function run concurrently."""
 
     def __init__(self, function: RewardFunction, call_timeout: float | None = None):
         """call_timeout: time limit (s) for one call, whose thread cannot be killed; None means no limit."""
@@ -225,7 +225,7 @@ class StepReward(Reward):
 
 
 class EpisodeReward(FunctionReward):
-    """A reward that episodes give themselves; None where the reward does not apply."""
+    """A reward that episodes record themselves; None where the reward does not apply."""
 
     def __init__(self, episode_reward: str = "reward"):
         """episode_reward: the name in `episode.reward(value, name)`; a returned number is named "reward"."""
@@ -260,7 +260,7 @@ def overlong_penalty(*, limit: int, buffer: float) -> RewardFunction:
 def rewards_and_weights(
     rewards: Mapping[str, RewardLike], weights: Sequence[float], *, logged: Mapping[str, RewardLike]
 ) -> tuple[dict[str, RewardLike], Tensor]:
-    """Return all K rewards, the trained rewards before the `logged` rewards, and the K weights as an fp64 tensor.
+    """Return all K rewards (trained rewards first, then `logged` rewards) and the K weights as an fp64 tensor.
 
     Without `weights`, each trained reward has weight 1. Rewards that are only logged have weight 0. Raises InputError
     if the number of weights is not the number of trained rewards.

@@ -30,7 +30,9 @@ def load_reward_model(
     template_arguments: Mapping[str, Any] | None = None,
     max_tokens: int,
 ) -> StepReward:
-    """Load a sequence classifier as a reward, which is the classifier's score at the last token of the completion.
+    """Load a sequence classifier as a reward model.
+
+    The reward is the classifier's score at the completion's last token.
 
     Not collective. Each rank holds a full replica, which scores packed microbatches of up to `max_tokens` tokens.
     chat: whether to render text prompts with the chat template and `template_arguments`, as for the policy. Raises

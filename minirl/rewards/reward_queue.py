@@ -19,7 +19,7 @@ class RewardQueue:
     rollout.
 
     groups: groups that have not been taken yet, each with its reward calls, keyed by prompt ordinal.
-    episode_rewards: names of the rewards that episodes must give.
+    episode_rewards: names of the rewards that every episode must record.
     """
 
     def __init__(

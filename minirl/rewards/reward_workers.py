@@ -160,7 +160,8 @@ class _Process:
             while line := await self._answers.readline():
                 call_id, answer = json.loads(line)
                 self.pending_calls[call_id].set_result(answer)
-            # The process may only have closed its pipes. If the process has already exited, the kill has no effect.
+            # The process may merely have closed its pipes without exiting. If the process has already exited, the kill
+            # has no effect.
             self._kill()
             reason = _exit_description(await self._process.wait())
         self._kill()

@@ -1,4 +1,4 @@
-"""The program of a worker process, which calls a reward function. Arguments: FILE_OR_MODULE NAME.
+"""Entry point of a worker process that calls a reward function. Arguments: FILE_OR_MODULE NAME.
 
 The protocol is one JSON list per line. A request is [call id, arguments, texts, seed]; its answer is
 [call id, result of `call_function`]. The first answer has no request and is [LOAD_CALL, the function's `Signature`] or

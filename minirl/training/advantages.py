@@ -1,8 +1,8 @@
 """Compute advantages from rewards, with pure functions of tensors.
 
-Rollout rewards are [P, G]: P groups, each of G rollouts for one prompt. Token rewards are streams [M] over the sampled
-tokens, sequence after sequence. `mean_and_variance`, `whiten` and `explained_variance` are collective, because they
-cover all ranks' tokens; the other functions are not.
+Rollout rewards are [P, G]: P groups, each of G rollouts for one prompt. Per-token rewards are tensors [M] over the
+sampled tokens, with the sequences concatenated in order. `mean_and_variance`, `whiten` and `explained_variance` are
+collective, because they cover all ranks' tokens; the other functions are not.
 """
 
 import torch
@@ -113,10 +113,10 @@ def gae(
 ) -> Tensor:
     """Return generalised advantage estimates [M] for sampled tokens (arXiv:1506.02438 eq. 16).
 
-    The streams rewards and values [M] contain N sequences with `lengths` [N]; estimates never cross from one sequence
-    into another. rewards[t] is token t's reward, values[t] the value of the state before token t. bootstrap [N] is the
-    value of the state after the last token, 0 for a finished sequence. Values are regressed on the returns, which are
-    estimates + values.
+    The per-token tensors `rewards` and `values` [M] hold N sequences with `lengths` [N]; estimates never cross from one
+    sequence into another. rewards[t] is token t's reward; values[t] is the value of the state before token t. bootstrap
+    [N] is the value of the state after the last token, 0 for a finished sequence. Values are regressed on the returns,
+    which are estimates + values.
     """
     advantages = torch.zeros_like(values)
     next_advantage = torch.zeros_like(bootstrap)  # [N], the estimate of the next token

@@ -1,7 +1,7 @@
 """Assign a step's sequences to ranks and microbatches (forward-backward passes).
 
-All ranks compute about the same number of tokens. Within a microbatch, a prompt is computed once for all its sequences,
-so a prompt's sequences stay together as far as load balance allows.
+All ranks process about the same number of tokens. Within a microbatch, a prompt is processed once for all its
+sequences, so a prompt's sequences stay together as far as load balance allows.
 
 All functions here are pure and need no communication: every rank calls each function with the same arguments.
 """
@@ -35,18 +35,19 @@ def plan_microbatches(
 ) -> list[list[Microbatch]]:
     """Split a minibatch (optimizer step) into microbatches, and return each rank's list of them.
 
-    A microbatch computes at most `max_tokens` tokens, and all ranks compute about the same number of tokens. A prompt
-    is computed, and counted, once in each microbatch that contains the prompt. All ranks get the same number of
-    microbatches, so some may be empty. Without sequences there are no microbatches.
+    A microbatch processes at most `max_tokens` tokens, and all ranks process about the same number of tokens. A prompt
+    is processed, and its tokens are counted, once per microbatch that contains the prompt. All ranks get the same
+    number of microbatches, so some may be empty. Without sequences there are no microbatches.
 
     A piece is a set of sequences that share a prompt, initially all sequences of the prompt. Pieces are placed one by
     one, largest first. A piece goes to the rank whose load would be smallest with the piece added, into a microbatch
     that has room, preferably a microbatch that already contains the prompt. If the chosen rank would exceed an equal
     share of all tokens, or the piece fits no microbatch, the piece is split in half instead, down to single sequences.
-    So most prompts are computed on one rank only, and loads are as balanced as if single sequences were placed.
+    So most prompts are processed on only one rank, and the load is as balanced as if each sequence were assigned
+    individually.
 
-    Example: 3 sequences with 60, 40 and 90 tokens, 2 ranks, at most 95 tokens. Rank 0 computes the third sequence,
-    then an empty microbatch; rank 1 computes the first sequence, then the second.
+    Example: 3 sequences with 60, 40 and 90 tokens, 2 ranks, at most 95 tokens. Rank 0 processes the third sequence,
+    then an empty microbatch; rank 1 processes the first sequence, then the second.
 
     Raises InputError if a sequence is longer than `max_tokens`.
     """
@@ -82,9 +83,12 @@ def plan_microbatches(
 
 
 class _Piece(NamedTuple):
-    """Sequences that share a prompt, placed together. Pieces sort by size, largest first, then by first sequence."""
+    """Sequences that share a prompt, placed together.
 
-    # Negated number of tokens to compute for these sequences: the prompt once and every completion.
+    Pieces are sorted by size, largest first, then by first sequence.
+    """
+
+    # Negated number of tokens to process for these sequences: the prompt once and every completion.
     negated_size: int
     members: list[SequenceInfo]  # longest first
     prompt_id: RolloutId
@@ -108,7 +112,7 @@ class _Load:
     num_tokens: int = 0
 
     def load_with(self, piece: _Piece) -> int:
-        """Return the number of tokens with this piece added. A prompt that is already present adds no tokens."""
+        """Return the token count after adding this piece. A prompt that is already present adds no tokens."""
         num_shared = piece.num_prompt_tokens if piece.prompt_id in self.prompts else 0
         return self.num_tokens - piece.negated_size - num_shared
 

@@ -1,9 +1,9 @@
 """Packed batches of rollouts, and the exchange that sends each sequence to the rank that trains on it.
 
 Each branch of a `Rollout` is a `SampledSequence`, a prompt with a completion on the host; most rollouts have one
-branch. A `Batch` concatenates N sequences, T tokens in all, on the device: a stream is a tensor [T] with one element
-per token. Every rank knows every `RolloutInfo` of a step, and thus every `SequenceInfo`, and uses this metadata to plan
-updates and to build batches. Only `gather_infos`, `gather_to_rollouts` and `exchange` are collective.
+branch. A `Batch` concatenates N sequences (T tokens in total) on the device, as per-token tensors of shape [T]. Every
+rank knows every `RolloutInfo` of a step, and thus every `SequenceInfo`, and uses this metadata to plan updates and to
+build batches. Only `gather_infos`, `gather_to_rollouts` and `exchange` are collective.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from minirl.training.losses import repeat_over_tokens, sequence_sums
 
 
 class SequenceInfo(NamedTuple):
-    """Metadata for a sequence, that is, for a branch of a rollout. Infos sort by id.
+    """Metadata for a sequence, that is, for a branch of a rollout. Infos are sorted by id.
 
     num_tokens: the sequence's length, including the prompt. is_truncated: whether a limit truncated this branch.
     owner_rank: the rank that has the rollout in memory. rollout_index: the rollout's index in the step, p * G + g in
@@ -59,7 +59,7 @@ Microbatch = list[SequenceInfo]  # the sequences of one forward-backward pass
 
 
 class RolloutInfo(NamedTuple):
-    """Metadata for a rollout, known to every rank. Infos sort by id."""
+    """Metadata for a rollout, known to every rank. Infos are sorted by id."""
 
     sequences: list[SequenceInfo]  # one per branch
     is_truncated: bool  # whether a limit truncated the rollout
@@ -81,7 +81,7 @@ def independent_sequences(lengths: Iterable[int]) -> tuple[SequenceInfo, ...]:
     return tuple(SequenceInfo(RolloutId(i, 0), n, rollout_index=i) for i, n in enumerate(lengths))
 
 
-NOT_COMPUTED: Any = None  # the value of a stream before it is computed
+NOT_COMPUTED: Any = None  # placeholder for a per-token tensor that has not been computed yet
 # Maps fields of `Batch` to the fields of `TOKEN` that fill them.
 TOKEN_STREAMS = {
     "tokens": "id",
@@ -93,16 +93,17 @@ TOKEN_STREAMS = {
 
 @dataclass(frozen=True)
 class Batch:
-    """N concatenated sequences, T tokens in all. Each field but `sequences` is a stream [T], or None until computed.
+    """N concatenated sequences, T tokens in total.
 
-    A subclass may add a stream with one line: `exchange` builds the subclass, and `select`, `to` and `replace` handle
-    all streams alike. The model computes a prompt once for all rollouts of the prompt in the batch.
+    Every field except `sequences` is a per-token tensor [T], or None until it is computed. A subclass may add a
+    per-token field with one line: `exchange` builds the subclass, and `select`, `to` and `replace` handle all fields
+    alike. The model processes each prompt once for all rollouts of the prompt in the batch.
     """
 
     sequences: tuple[SequenceInfo, ...]
     tokens: Tensor  # int64
     loss_mask: Tensor  # bool: whether the policy sampled this token
-    sample_logprobs: Tensor = NOT_COMPUTED  # fp32, like the streams below except `weight_version`
+    sample_logprobs: Tensor = NOT_COMPUTED  # fp32, like the fields below except `weight_version`
     weight_version: Tensor = NOT_COMPUTED  # int32: the version of the weights that sampled this token
     advantages: Tensor = NOT_COMPUTED
     loss_weights: Tensor = NOT_COMPUTED
@@ -126,20 +127,20 @@ class Batch:
 
     @property
     def is_truncated(self) -> Tensor:
-        """Whether a limit truncated each sequence, bool [N] on the host."""
+        """Whether each sequence was truncated by a limit, bool [N] on the host."""
         return torch.tensor([sequence.is_truncated for sequence in self.sequences], dtype=torch.bool)
 
     @functools.cached_property
     def loss_index(self) -> Tensor:
-        """The stream indices of the sampled tokens, int64 [M].
+        """The indices of the sampled tokens in the packed batch, int64 [M].
 
-        The indices are computed once, because indexing with a mask makes the host wait for CUDA.
+        The indices are computed once, because boolean-mask indexing forces a host-device synchronization.
         """
         return self.loss_mask.nonzero()[:, 0]
 
     @property
     def last_index(self) -> Tensor:
-        """The stream index of each sequence's last token, int64 [N]."""
+        """The index of each sequence's last token in the packed batch, int64 [N]."""
         return to_device(torch.tensor(self.lengths, dtype=torch.int64).cumsum(0) - 1, self.tokens.device)
 
     @property
@@ -167,11 +168,14 @@ class Batch:
         return dataclasses.replace(self, **fields)
 
     def to(self, device: torch.device) -> Self:
-        """Return a copy with its streams on `device`."""
+        """Return a copy with all per-token tensors on `device`."""
         return self.replace(**{name: stream.to(device) for name, stream in self._streams().items()})
 
     def token_index(self, sequences: Sequence[SequenceInfo]) -> Tensor:
-        """Return the stream indices of these sequences' tokens, int64. The sequences are looked up by id."""
+        """Return the indices of these sequences' tokens in the packed batch, int64.
+
+        The sequences are looked up by id.
+        """
         starts = itertools.accumulate(self.lengths, initial=0)
         start_of = {sequence.id: start for sequence, start in zip(self.sequences, starts, strict=False)}
         stream_indices = concatenated_ranges(
@@ -192,22 +196,22 @@ class Batch:
         return sequence_sums(self.loss_mask, self.lengths).long().cpu()
 
     def scatter(self, values: Tensor) -> Tensor:
-        """Return a stream [T, ...] with values [M, ...] at the sampled tokens, in order, and 0 elsewhere."""
+        """Return a per-token tensor [T, ...] with values [M, ...] at the sampled tokens, in order, and 0 elsewhere."""
         stream = values.new_zeros(len(self.tokens), *values.shape[1:])
         stream[self.loss_index] = values
         return stream
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return a stream [T] with each sequence's value [N] at its sampled tokens, and 0 elsewhere."""
+        """Return a per-token tensor [T] with each sequence's value [N] at its sampled tokens, and 0 elsewhere."""
         repeated = repeat_over_tokens(values.to(self.tokens.device), self.lengths)
         return repeated.masked_fill(~self.loss_mask, 0)
 
     def spread_rollouts(self, values: Tensor) -> Tensor:
-        """Return a stream [T] with each rollout's value [P, G] at its sampled tokens, and 0 elsewhere."""
+        """Return a per-token tensor [T] with each rollout's value [P, G] at its sampled tokens, and 0 elsewhere."""
         return self.spread(values.flatten()[self.rollout_index])
 
     def _streams(self) -> dict[str, Tensor]:
-        """Return the computed streams, keyed by field name."""
+        """Return the computed per-token tensors, keyed by field name."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
@@ -247,11 +251,12 @@ def exchange(
     """Send each sequence to the rank that trains on it, and return this rank's batch on the host (collective).
 
     The batch's sequences are sorted by id. rollouts: this rank's rollouts, in any order. plan: the microbatches
-    [minibatch][rank] of all ranks; sequences outside the plan are not sent. First branches with the same prompt ordinal
-    must begin with the same prompt. streams: extra fields of the batch, each concatenated over these rollouts'
-    branches; every rank passes the same names. batch_type: `Batch`, or a subclass with these fields.
+    [minibatch][rank] of all ranks; sequences outside the plan are not sent. The first branches of rollouts with the
+    same prompt ordinal must begin with the same prompt. streams: extra per-token fields of the batch, each concatenated
+    over these rollouts' branches; every rank passes the same names. batch_type: `Batch`, or a subclass with these
+    fields.
 
-    Example: rank 0 has the sequences 0, 4 and rank 1 has 1, 2, 3; plan = [[[[3]], [[0, 1, 4]]]].
+    Example: rank 0 has sequences 0 and 4, and rank 1 has sequences 1, 2 and 3; plan = [[[[3]], [[0, 1, 4]]]].
 
         rank 0 sends sequences 0 and 4 to rank 1, and receives sequence 3
         rank 1 sends sequence 3 to rank 0 and sequence 1 to itself, then receives and sorts sequences 0, 4 and 1
@@ -273,7 +278,7 @@ def exchange(
             dist.all_to_all_single(incoming[name], stream, num_received, num_sent)
     unsorted = local_batch.replace(sequences=tuple(itertools.chain(*received)), **incoming)
     batch = unsorted.select(sorted(unsorted.sequences))
-    # Shared prompts must be equal, because the model computes them only once.
+    # Shared prompts must be identical, because they go through the model only once.
     parts = zip(batch.sequences, batch.tokens.split(batch.lengths), strict=True)
     prompts = {(info.prompt_id, tokens[: info.num_prompt_tokens].numpy().tobytes()) for info, tokens in parts}
     assert len(prompts) == len(dict(prompts)), "one prompt's rollouts begin differently"

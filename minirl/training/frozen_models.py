@@ -39,7 +39,7 @@ def on_device(model: Transformer, device: torch.device) -> Iterator[None]:
 
 
 class FrozenModel:
-    """A model that stays fixed while it scores a step's rollouts, with the streams that it adds to the batch.
+    """A model that stays fixed while it scores a step's rollouts, and the per-token tensors that it adds to the batch.
 
     Before the update, the policy itself can be run as a `FrozenModel`. A script may write to `model`'s parameters
     between steps, for example to keep a moving average of the policy's weights.
@@ -55,7 +55,8 @@ class FrozenModel:
     ):
         """model: a sharded model is run through its `scorer`; any other model is offloaded between uses (`on_device`).
 
-        names: `Batch` fields for the first streams that `outputs` returns; further streams are dropped.
+        names: names of the `Batch` fields that hold the first per-token tensors returned by `outputs`; any further
+        tensors are dropped.
         """
         self.model = model.scorer if isinstance(model, ShardedModel) else model
         self._is_offloaded = self.model is model
@@ -65,9 +66,10 @@ class FrozenModel:
 
     @torch.no_grad()
     def add_streams(self, batch: Batch, microbatches: Iterable[Microbatch]) -> Batch:
-        """Return the batch with this model's streams for the sequences in these microbatches, and NaN elsewhere.
+        """Return the batch with this model's per-token tensors.
 
-        The batch must be on the model's device. Collective if the model's weights are sharded.
+        The tensors have values for the sequences in these microbatches, and NaN elsewhere. The batch must be on the
+        model's device. Collective if the model's weights are sharded.
         """
         streams: dict[str, Tensor] = {}
         with on_device(self.model, self._device) if self._is_offloaded else nullcontext():

@@ -1,4 +1,4 @@
-"""Per-token losses to minimise, and their weights: pure functions of aligned fp32 streams [T].
+"""Per-token losses to minimise, and their weights: pure functions of aligned fp32 per-token tensors [T].
 
 No loss is divided by a count: the caller computes objective = sum(loss_weights * loss). Policy losses take the ratio
 from `importance_ratio`, which repeats a sequence-level ratio for every token.
@@ -18,7 +18,7 @@ CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_ma
 
 
 def sequence_sums(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return the sums [N] of a stream [T] over sequences of these lengths."""
+    """Sum a per-token tensor [T] over each sequence, given the sequence lengths; return the sums [N]."""
     if not lengths:
         return values[:0]
     return torch.stack([part.sum() for part in values.split(list(lengths))])
@@ -27,7 +27,7 @@ def sequence_sums(values: Tensor, lengths: Sequence[int]) -> Tensor:
 def repeat_over_tokens(values: Tensor, lengths: Sequence[int]) -> Tensor:
     """Repeat each sequence's value [N] for all its tokens [T]."""
     repeats = to_device(torch.tensor(lengths, dtype=torch.int64), values.device)
-    # Without output_size the host would wait for CUDA.
+    # Without output_size, `repeat_interleave` would force a host-device synchronization.
     return values.repeat_interleave(repeats, output_size=sum(lengths))
 
 
@@ -50,7 +50,7 @@ def importance_ratio(
 
     Each branch of a rollout is a separate sequence, whose ratio covers only the tokens sampled in that branch.
 
-    lengths [N]: number of tokens per sequence. loss_mask: bool [T]; both logprob streams are 0 outside the mask.
+    lengths [N]: number of tokens per sequence. loss_mask: bool [T]; both logprob tensors are 0 outside the mask.
     """
     log_ratio = logprobs - old_logprobs
     if level == "token":
@@ -97,7 +97,7 @@ def importance_weights(
     low: float = 0.0,
     high: float = 2.0,
 ) -> Tensor:
-    """Return importance weights [T] of the old policy relative to the sampling policy, without gradient tracking.
+    """Return importance weights [T] of the old policy relative to the sampling policy, computed under no_grad.
 
     rho = exp(old_logprobs - sample_logprobs), per token for "token_..." and per completion for "sequence_..."
     (`lengths` as in `importance_ratio`). "..._truncate" clamps rho to [low, high]; "..._mask" sets rho to 0 outside
@@ -123,8 +123,8 @@ def importance_weights(
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> Tensor:
     """Return half the squared error of the values, with PPO's value clipping as in verl and TRL.
 
-    The squared error is the maximum for two values: the new value, and the new value clipped to within `clip` of the
-    old value. clip 0 disables clipping.
+    The loss is half the larger of two squared errors: the error of the new value, and the error of the new value
+    clipped to within `clip` of the old value. If `clip` is 0, clipping is disabled.
     """
     error = (values - returns).square()
     if clip:
@@ -152,14 +152,14 @@ def loss_weights(
         "sequence_mean"  1 / (N L_i)       (GRPO)
         "constant"       1 / (N constant)  (Dr.GRPO); constant: the length limit, not the longest length in the batch
 
-    Rollouts where `keep` bool [P, G] is false get weight 0 and count neither in N nor in sum(L).
+    Rollouts whose `keep` (bool [P, G]) is false get weight 0 and count toward neither N nor sum(L).
     """
     lengths = num_loss_tokens.double()
     kept = keep.double()
     minibatch = minibatch_index(lengths.numel(), num_minibatches)
 
     def minibatch_total(values: Tensor) -> Tensor:
-        """Sum values [P, G] over each rollout's minibatch, at least 1."""
+        """Sum values [P, G] over each rollout's minibatch; the sums are clamped to at least 1."""
         sums = minibatch.bincount(values.flatten(), minlength=num_minibatches)
         return sums.clamp(min=1)[minibatch].view_as(values)
 

@@ -1,7 +1,7 @@
-"""Run a model over a packed stream: compute logprobs and entropies of its tokens, or the outputs of a scalar head.
+"""Run a model over a packed batch: compute logprobs and entropies of its tokens, or the outputs of a scalar head.
 
-Element t of every stream belongs to token t. The logprob of token t, and the value of the state before token t, come
-from the hidden state of token t - 1. Only `_previous_tokens` implements this shift.
+Element t of every per-token tensor belongs to token t. The logprob of token t, and the value of the state before token
+t, come from the hidden state of token t - 1. Only `_previous_tokens` implements this shift.
 
 Only sampled tokens go through the LM head. Logits [T, V] are never materialized, in training or under no_grad: at any
 time, only the logits of one token chunk for one vocabulary chunk exist.
@@ -32,8 +32,8 @@ TOKEN_CHUNK = 512  # tokens per chunk of logits on the CPU
 # Logprobs are clamped to this minimum before they are multiplied by the probability, which is 0 at this logprob even in
 # fp64. Without the clamp, -inf * 0 would be NaN.
 MIN_LOGPROB = -1e4
-# Logprob of a sampled token that is not in a model's vocabulary, about the log of fp32's smallest number. With -inf,
-# the KL would be infinite and end the run.
+# Logprob assigned to a sampled token outside a model's vocabulary: roughly the log of the smallest normal fp32 number.
+# With -inf, the KL would be infinite and end the run.
 UNKNOWN_TOKEN_LOGPROB = -87.0
 
 
@@ -50,7 +50,7 @@ def score_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def score_teacher(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Score a batch like `score_batch`, with a model that may lack some tokens, e.g. the policy's vocabulary padding.
+    """Like `score_batch`, but for a model whose vocabulary may lack some tokens, e.g. the policy's vocabulary padding.
 
     A sampled token that the model lacks gets UNKNOWN_TOKEN_LOGPROB.
     """
@@ -60,7 +60,7 @@ def score_teacher(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def value_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return a scalar head's outputs, fp32 [T]: the values before sampled tokens, and the values after last tokens.
+    """Return a scalar head's outputs, as two per-token tensors, fp32 [T].
 
     At each sampled token, the first result is the value of the state before the token. At each sequence's last token,
     the second result is the value of the state after the token, which is the reward if the model is a reward model.
@@ -92,12 +92,12 @@ def sampling_states(model: Transformer, batch: Batch) -> Tensor:
 
 
 def _previous_tokens(batch: Batch) -> Tensor:
-    """Return the stream indices int64 [M] of the tokens that precede sampled tokens: the next-token shift."""
+    """Return the index in the packed batch of the token before each sampled token, int64 [M] (the next-token shift)."""
     return batch.loss_index - 1
 
 
 def _hidden_states_at(model: Transformer, batch: Batch, token_index: Tensor) -> Tensor:
-    """Return the final hidden states [n, D] of the tokens at these stream indices, int64 [n]."""
+    """Return the final hidden states [n, D] of the tokens at these indices in the packed batch, int64 [n]."""
     layout = batch.layout()
     hidden = model(batch.tokens[layout.computed_tokens], layout.positions, layout)
     return hidden.index_select(0, layout.hidden_index[token_index])
@@ -111,9 +111,9 @@ def batch_logit_divisor(batch: Batch) -> Tensor:
 
 
 def head_logprobs(states: Tensor, head: Tensor, targets: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logprobs and entropies [M] of targets [M], given hidden states [M, D] and a head [V, D]. Not collective.
+    """Return the logprobs [M] of targets [M], and the entropies [M] of their distributions. Not collective.
 
-    divisor [M, 1]: divides the logits; see `logit_divisor`.
+    states: hidden states [M, D]. head: [V, D]. divisor [M, 1]: divides the logits; see `logit_divisor`.
     """
     if states.device.type == "cpu":
         chunks = (TOKEN_CHUNK, VOCAB_CHUNK)
@@ -144,10 +144,10 @@ def refuse_skipped_gradient(
 
 
 class ChunkedLogprobs(torch.autograd.Function):
-    """Logprobs and entropies [M] of targets [M], from hidden states [M, D] and a head [V, D].
+    """Logprobs [M] of targets [M], and entropies [M] of their distributions.
 
-    Only `token_chunk` x `vocab_chunk` logits exist at any time. Backward recomputes the logits, and also keeps one
-    vocabulary chunk of the head's gradient in fp32.
+    The inputs are hidden states [M, D] and a head [V, D]. Only `token_chunk` x `vocab_chunk` logits exist at any time.
+    Backward recomputes the logits, and also keeps one vocabulary chunk of the head's gradient in fp32.
 
     With logits z, temperature T (divisor [M, 1]), p = softmax(z / T), target y and entropy H, the gradients are
 
@@ -252,7 +252,7 @@ def _score_token_chunk(
 
 
 def _entropies(logprobs: Tensor) -> Tensor:
-    """Return the entropies [n] of logprobs [n, W]. Overwriting the logprobs saves a copy and passes over memory."""
+    """Return the entropies [n] of logprobs [n, W]. Overwriting the logprobs avoids a copy and extra memory traffic."""
     logprobs.mul_(logprobs.exp()).nan_to_num_(0.0)  # 0 log 0 is 0
     return -logprobs.sum(-1)
 
@@ -280,6 +280,6 @@ def _logit_gradient(
         grad.add_(entropies).clamp_(min=MIN_LOGPROB)
         grad.mul_(entropy_grad).add_(logprob_grad)
         grad.mul_(probs.neg_())
-    # For the target, if it is in this vocabulary chunk: + logprob_grad.
+    # If the target is in this vocabulary chunk, add logprob_grad to the target's gradient.
     index, is_in_chunk = index_in_chunk(targets, grad.shape[1])
     return grad.scatter_add_(1, index, logprob_grad * is_in_chunk)

@@ -1,4 +1,4 @@
-"""FSDP2 with one weight storage: the engine decodes with the same tensors that training computes with.
+"""FSDP2 with shared weight storage: the engine decodes with the same tensors that training computes with.
 
 The optimizer updates sharded fp32 master weights. Each rank also keeps the full weights in the compute dtype. The
 full weights are gathered once, never resharded, and refreshed in place after each optimizer step, so their addresses
@@ -157,7 +157,7 @@ class ShardedModel:
         """Return the weights to save in a checkpoint; {} without `keep`.
 
         The returned weights are the compute weights or, with adapters, all master weights. Master weights are gathered
-        to the host one by one (collective), and so are all weights with `shard_weights`.
+        to the host one at a time (collective); with `shard_weights`, all weights are gathered in this way.
         """
         if self.module.config.adapters is not None:
             sharded, dtype = self.masters, at_least_fp32(self.dtype)
@@ -177,8 +177,8 @@ class ShardedModel:
 
         With `is_last`, at the last microbatch of an optimizer step, also sum gradients across ranks (collective).
         Ranks may have different numbers of microbatches, but each rank needs at least one (possibly empty) microbatch,
-        unless no rank has any. With `shard_gradients` every call sums (collective), so all ranks must have the same
-        number of microbatches, which `assignment.plan_microbatches` guarantees.
+        unless no rank has any. With `shard_gradients`, every call sums the gradients across ranks (collective), so all
+        ranks must have the same number of microbatches, which `assignment.plan_microbatches` guarantees.
         """
         for unit in self._units:
             unit.set_requires_gradient_sync(is_last or self._sums_every_microbatch, recurse=False)
@@ -215,8 +215,8 @@ class ShardedModel:
         ratio of the two.
 
         The norm is taken before clipping, over the optimizer's parameters across ranks; gradients of other parameters
-        are dropped. max_grad_norm 0 disables clipping. With a gradient of exactly 0, for example without any
-        `backward`, the update is skipped, because momentum alone would still move the weights.
+        are dropped. max_grad_norm 0 disables clipping. If the gradient is exactly 0 (for example because `backward` was
+        never called), the update is skipped, because momentum alone would still move the weights.
 
         Collective. Raises GuardError on all ranks: before the update if the gradient norm is non-finite, and after the
         update if the weights are non-finite. So non-finite weights are never saved.
@@ -319,7 +319,10 @@ class ShardedModel:
             self._gather_weights(gathered[start : start + GATHER_BATCH])
 
     def _gather_weights(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Fill full weights from all ranks' shards (collective). pairs: (full weight, this rank's shard)."""
+        """All-gather the shards of all ranks into the full weights (collective).
+
+        pairs: (full weight, this rank's shard).
+        """
         # FSDP splits the rows into chunks of equal size; the last chunks may be smaller, or empty.
         sizes = [math.ceil(len(weight) / world_size()) * weight[0].numel() for weight, _ in pairs]
         send_buffer = pairs[0][0].new_zeros(sum(sizes))
@@ -393,7 +396,7 @@ def _total_norm(tensors: Iterable[Tensor]) -> float:
 
 
 def _first_nonfinite(tensors: Mapping[str, Tensor]) -> str:
-    """Name the first sharded tensor with a non-finite norm (collective)."""
+    """Return a message that names the first sharded tensor whose norm is non-finite (collective)."""
     for name, tensor in tensors.items():
         if not math.isfinite(_total_norm([tensor])):
             return f"first in {name}"
