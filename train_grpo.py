@@ -124,13 +124,13 @@ def token_advantages(config: Config, groups: Groups, batch: Batch) -> Tensor:
         kl = kl_penalty(batch.policy_logprobs, batch.ref_logprobs, "k1")
         sums = gather_to_rollouts(batch, sequence_sums(kl, batch.lengths), scores.numel())
         scores = scores - config.kl_reward_coef * sums.view_as(scores)
-    stream = batch.spread_rollouts(advantages(config, groups, scores))
+    stream = batch.rollouts_to_tokens(advantages(config, groups, scores))
     if config.kl_reward_coef and config.has_token_penalty:  # each token also gets the KL of later tokens
         kl = kl_penalty(batch.policy_logprobs, batch.ref_logprobs, "k1")
         kl_to_go = returns_to_go(kl[mask].double(), batch.num_loss_tokens)
         stream[mask] -= config.kl_reward_coef * kl_to_go
     if config.advantage_norm == "whiten":
-        is_scored = batch.spread_rollouts(~scores.isnan())
+        is_scored = batch.rollouts_to_tokens(~scores.isnan())
         stream[is_scored] = whiten(stream[is_scored])
     if config.teacher:
         # The reverse KL at sampled tokens, without a baseline or the KL of later tokens.
@@ -209,7 +209,7 @@ def main(config: Config) -> int:
         batch = run.score(batch, minibatches, policy, frozen)
         batch = batch.replace(
             advantages=token_advantages(config, groups, batch).float(),
-            loss_weights=batch.spread_rollouts(weights).float(),
+            loss_weights=batch.rollouts_to_tokens(weights).float(),
         )
 
         run.log_rollouts(step, groups, batch)  # before the update, which may raise an error

@@ -36,7 +36,7 @@ from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens
 from minirl.report.progress_bar import show_progress
-from minirl.run.checks import check_shared
+from minirl.run.checks import check_shared_flags
 from minirl.run.config import RunConfig, model_folder_of_field
 from minirl.run.flags import run_script
 from minirl.run.run import Run
@@ -169,7 +169,7 @@ def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tu
 
 def main(config: Config) -> int:
     """Train on every rank and return the exit code."""
-    check_shared(config)
+    check_shared_flags(config)
     if config.dry_run:
         from minirl.extras.dry_run import print_plan
 
@@ -197,14 +197,14 @@ def main(config: Config) -> int:
         # Add the values, and the logprobs of the old policy and the reference.
         batch = run.score(batch, minibatches, policy, frozen)
         kl = kl_to_reference(batch)
-        end_values = batch.end_values[batch.last_index]
+        end_values = batch.end_values[batch.last_token_index]
         advantages, returns = advantages_and_returns(config, groups.weighted_rewards, kl, end_values, batch)
         add_scoring(metrics, groups, batch, kl, returns)
         weights = rollout_weights(config, groups, run.max_new_tokens)
         batch = batch.replace(
             advantages=batch.scatter(advantages.float()),
             returns=batch.scatter(returns.float()),
-            loss_weights=batch.spread_rollouts(weights).float(),
+            loss_weights=batch.rollouts_to_tokens(weights).float(),
         )
 
         run.log_rollouts(step, groups, batch)  # before the update, which may raise an error
@@ -250,7 +250,7 @@ def main(config: Config) -> int:
 def add_scoring(metrics: StepMetrics, groups: Groups, batch: Batch, kl: Tensor, returns: Tensor) -> None:
     """Add metrics for the value model and, if there is a reference, for the KL [T] (collective). returns: [M]."""
     old_values = batch.values[batch.loss_mask].double()
-    has_score = batch.spread_rollouts(~groups.weighted_rewards.isnan())[batch.loss_mask]
+    has_score = batch.rollouts_to_tokens(~groups.weighted_rewards.isnan())[batch.loss_mask]
     explained = explained_variance(old_values[has_score], returns[has_score])
     metrics.add("value/explained_var", explained)
     if batch.ref_logprobs is not None:

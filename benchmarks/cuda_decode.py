@@ -24,7 +24,7 @@ from minirl.model.transformer import Transformer
 from minirl.model.weights import write_folder
 from minirl.ranks import launch, process_group
 from minirl.rollouts import SampledSequence
-from minirl.run.budget import Sizes, Workload, budget, num_parameters
+from minirl.run.budget import Sizes, Workload, compute_budget, num_parameters
 from minirl.training.batch import pack
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
@@ -215,16 +215,16 @@ def planned_update_bytes(policy: ShardedModel, num_tokens: int) -> float:
         free_bytes=0.0,
         num_ranks=1,
         dtype=torch.bfloat16,
-        trained=[config],
-        frozen={},
-        longest_tokens=num_tokens,
+        trained_models=[config],
+        frozen_models={},
+        max_sequence_tokens=num_tokens,
         default_microbatch_tokens=num_tokens,
         step_tokens=num_tokens,
         num_requests=1,
     )
     sizes = Sizes(1, num_tokens, num_tokens, recompute_layers=True, shard_gradients=False)
     weights_and_masters = (2 + 4) * num_parameters(config)
-    return weights_and_masters + sum(budget(work, sizes).training_bytes.values())
+    return weights_and_masters + sum(compute_budget(work, sizes).training_bytes.values())
 
 
 def measure(

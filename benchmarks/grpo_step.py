@@ -108,7 +108,7 @@ class GrpoLoop:
         weights = train_grpo.rollout_weights(self.config, groups, args.max_new)
         batch = batch.replace(
             advantages=train_grpo.token_advantages(self.config, groups, batch).float(),
-            loss_weights=batch.spread_rollouts(weights).float(),
+            loss_weights=batch.rollouts_to_tokens(weights).float(),
         ).to(self.device)
         if self.reference is not None:
             batch = self.reference.add_streams(batch, microbatches)

@@ -43,7 +43,7 @@ def main() -> None:
             gigabytes = sum(path.stat().st_size for path in files) / 1e9
             block = memoryview(os.urandom(10**7))
             began = time.monotonic()
-            with durable.new_file(args.folder / "plain") as file:
+            with durable.open_new_file(args.folder / "plain") as file:
                 for _ in range(round(gigabytes * 100)):
                     file.write(block)
             plain = time.monotonic() - began

@@ -42,6 +42,6 @@ def refuse(is_wrong: object, message: str) -> None:
         raise InputError(message)
 
 
-def escaped(text: str) -> str:
+def escape_control_chars(text: str) -> str:
     """Escape control characters, such as terminal escape codes, in text from user code before it is printed."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

@@ -180,17 +180,17 @@ class SampledSequence:
         return self.stream["is_sampled"]
 
     @property
-    def after_prompt(self) -> Stream:
+    def tokens_after_prompt(self) -> Stream:
         """The tokens after the prompt."""
         return self.stream[self.num_prompt_tokens :]
 
     @property
     def completion(self) -> list[int]:
         """The token ids after the prompt, including the stop token."""
-        return self.after_prompt["id"].tolist()
+        return self.tokens_after_prompt["id"].tolist()
 
     @property
-    def num_sampled(self) -> int:
+    def num_sampled_tokens(self) -> int:
         """The number of tokens that the policy sampled."""
         return int(np.count_nonzero(self.loss_mask))
 
@@ -222,9 +222,9 @@ class Rollout:
         return self.branches[0].rollout_id._replace(branch=0)
 
     @property
-    def num_sampled(self) -> int:
+    def num_sampled_tokens(self) -> int:
         """The number of tokens that the policy sampled in all branches."""
-        return sum(branch.num_sampled for branch in self.branches)
+        return sum(branch.num_sampled_tokens for branch in self.branches)
 
     @property
     def is_truncated(self) -> bool:

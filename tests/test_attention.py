@@ -12,7 +12,7 @@ import torch
 
 from minirl.model import attention, batch_invariance, portable_attention
 from minirl.model.attention import PackedLayout, Sequence, attend, kernel_for
-from minirl.model.portable_attention import BLOCK, min_queries
+from minirl.model.portable_attention import BLOCK, min_invariant_queries
 from minirl.model.transformer import is_batch_invariant
 from support.caches import decode_layout, length_of, make_cache, poison
 from support.engines import CPU, cached_model
@@ -227,7 +227,7 @@ def test_decoding_from_the_cache_has_the_bits_of_packed_attention(window, groups
             k = keys[blocks].permute(0, 3, 1, 2).flatten(0, 1)[:num_keys]
             v = values[blocks].transpose(1, 2).flatten(0, 1)[:num_keys]
             expected = attend_packed(q[i].expand(num_keys, -1, -1), k, v, [num_keys], window)[-1]
-            assert_same(got[i], expected, min_queries(dim, dtype) is not None)
+            assert_same(got[i], expected, min_invariant_queries(dim, dtype) is not None)
         return len(index.block_sets)
 
     for chosen in (rows, rows[::-1], rows[3:6], rows[-1:]):
@@ -263,12 +263,12 @@ def test_the_probe_finds_the_least_number_of_queries_with_the_bits_of_many(name,
     if not is_batch_invariant(config, torch.float32, CPU):
         pytest.skip("this machine's fp32 products are not batch-invariant")
 
-    least = min_queries(config.head_dim, torch.float32)
+    least = min_invariant_queries(config.head_dim, torch.float32)
 
     def bmm(x, y, bmm=torch.bmm):
         return bmm(x.flip(2), y.flip(1)) if has_fault(x, y) else bmm(x, y)
 
     monkeypatch.setattr(torch, "bmm", bmm)
     monkeypatch.setattr(batch_invariance, "_measurements", {})
-    assert min_queries(config.head_dim, torch.float32) == (expected and max(expected, least))
+    assert min_invariant_queries(config.head_dim, torch.float32) == (expected and max(expected, least))
     assert is_batch_invariant(config, torch.float32, CPU) == (expected is not None)

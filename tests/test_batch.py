@@ -35,7 +35,7 @@ class TaughtBatch(Batch):
 
 def rollouts_of(ids):
     """Return rollouts. With three sampled tokens, a rollout has two branches; group 8's limit follows both branches."""
-    rollouts = [in_two_branches(r) if r.num_sampled == 3 else r for r in starmap(make_rollout, ids)]
+    rollouts = [in_two_branches(r) if r.num_sampled_tokens == 3 else r for r in starmap(make_rollout, ids)]
     return [
         dataclasses.replace(r, finish_reason=("stop", "length")[r.rollout_id.sample == 2]) for r in rollouts
     ]
@@ -52,7 +52,7 @@ def exchange_branches(rank, first_share, rank_of):
     plan = [[[[sequence for sequence, receiver in pairs if receiver == other]] for other in (0, 1)]]
     streams = {"taught": 3.0 * pack(all_branches(rollouts)).sample_logprobs}
     batch = exchange(rollouts, plan, streams, TaughtBatch)
-    return infos, batch, gather_to_rollouts(batch, batch.tokens[batch.last_index], 9)
+    return infos, batch, gather_to_rollouts(batch, batch.tokens[batch.last_token_index], 9)
 
 
 ROLLOUT_OF = [0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 8]
@@ -83,7 +83,7 @@ def test_branches_are_sequences_that_share_a_rollout_and_its_rewards(two_ranks, 
         assert batch.rollout_index.tolist() == [ROLLOUT_OF[i] for i in own]
         expected = pack([branches[i] for i in own])
         assert [one[:6] for one in batch.sequences] == [one[:6] for one in expected.sequences]
-        for name, stream in expected._streams().items():
+        for name, stream in expected._per_token_tensors().items():
             # This compares dtypes too.
             torch.testing.assert_close(getattr(batch, name), stream, rtol=0, atol=0)
         cut_off = [(3, 2, 1), (7, 2, 1)]

@@ -14,7 +14,7 @@ from minirl.model.config import Adapters
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import DecoderLayer
 from minirl.run import budget as module
-from minirl.run.budget import USABLE_FRACTION, Sizes, budget, choose_sizes
+from minirl.run.budget import USABLE_FRACTION, Sizes, choose_sizes, compute_budget
 from minirl.run.planning import free_memory
 from minirl.training.batch import Batch, independent_sequences
 from support import models
@@ -49,11 +49,11 @@ def test_free_memory_is_limited_by_the_tightest_cgroup(tmp_path):
 
 WORKLOADS = {
     "1.5B": make_workload(QWEN_1_5B),
-    "7B on 8": make_workload(QWEN_7B, 8, frozen={"reference": QWEN_7B}),
+    "7B on 8": make_workload(QWEN_7B, 8, frozen_models={"reference": QWEN_7B}),
     "7B with the optimizer on the host": make_workload(QWEN_7B, offloads_optimizer=True),
     "LoRA 7B": make_workload(replace(QWEN_7B, adapters=Adapters(16))),
-    "32B from shards": make_workload(QWEN_32B, 8, offloads_optimizer=True, longest_tokens=4396),
-    "evaluation of 7B": make_workload(QWEN_7B, trains=False, frozen={"reward_model": QWEN_7B}),
+    "32B from shards": make_workload(QWEN_32B, 8, offloads_optimizer=True, max_sequence_tokens=4396),
+    "evaluation of 7B": make_workload(QWEN_7B, trains=False, frozen_models={"reward_model": QWEN_7B}),
 }
 
 
@@ -64,7 +64,7 @@ def test_chosen_sizes_fit_with_a_margin_and_more_memory_makes_no_run_slower(name
     fitted = []
     for free in (1e9, 10e9, 20e9, 40e9, 60e9, 80e9, 160e9):
         work = replace(WORKLOADS[name], free_bytes=free)
-        needed = choose_sizes(work, TOGETHER if work.trained == [QWEN_32B] else {})
+        needed = choose_sizes(work, TOGETHER if work.trained_models == [QWEN_32B] else {})
         sizes = needed.sizes
         fitted.append(needed.fits())
         if not fitted[-1]:
@@ -79,7 +79,7 @@ def test_chosen_sizes_fit_with_a_margin_and_more_memory_makes_no_run_slower(name
         slower = sizes
         if free >= 80e9:
             assert sizes.max_tokens_per_microbatch == 8192
-            assert sizes.cache_tokens >= 32 * work.longest_tokens
+            assert sizes.cache_tokens >= 32 * work.max_sequence_tokens
     assert fitted == sorted(fitted)
     assert fitted[0] < fitted[-2]
 
@@ -124,11 +124,11 @@ def test_the_cache_takes_what_the_budget_says():
     options = {"num_tokens": 4096, "max_sequences": 3, "dtype": torch.bfloat16, "device": CPU}
     cache = KVCache(config, **options)
     work, sizes = make_workload(config), Sizes(4, 4096, 812, recompute_layers=True, shard_gradients=False)
-    needed = budget(work, sizes)
+    needed = compute_budget(work, sizes)
     assert needed.decoding_bytes["cache"] == cache.pool.keys.nbytes + cache.pool.values.nbytes
     of_states = sum(
         pool.nbytes for layer in config.delta_net.layers for pool in cache.pool.states.layer(layer)
     )
     assert needed.decoding_bytes["requests"] == of_states + 4 * 2 * 16 * config.vocab_size
-    eager = budget(work, replace(sizes, shard_weights=True))
+    eager = compute_budget(work, replace(sizes, shard_weights=True))
     assert eager.decoding_bytes["requests"] == of_states + 4 * 16 * config.vocab_size

@@ -162,7 +162,7 @@ def test_no_rollout_is_trained_on_too_late_and_prompts_come_in_order(max_stalene
     ages = []
     for step in range(12):
         groups = collector.collect(3, weight_version=step)
-        ordinals = [info.id.prompt_ordinal for info in groups.infos]
+        ordinals = [info.id.prompt_ordinal for info in groups.rollout_infos]
         assert ordinals == sorted(ordinals)
         assert len(set(ordinals)) == 3
         waiting = {one.rollout.rollout_id.prompt_ordinal for one in collector._rewarded}
@@ -192,10 +192,10 @@ def test_zero_variance_groups_are_replaced_or_fill_up_the_step():
     collector = make_collector(prompts, functions=functions, group_size=2, max_refills=1)
     for taken, num_served in (([0, 1, 4], 5), ([6, 7, 8], 9)):
         groups = collector.collect(3)
-        assert [info.id.prompt_ordinal for info in groups.infos[::2]] == taken
+        assert [info.id.prompt_ordinal for info in groups.rollout_infos[::2]] == taken
         assert collector.in_flight.num_served == num_served
         expected = [[0, prompts.row(i).prompt in with_signal] for i in taken]
         assert groups.rewards[:, :, 0].tolist() == expected
-        assert [rewards[0] for _, _, rewards in groups.rewarded] == list(itertools.chain(*expected))
-        for rollout, text, _ in groups.rewarded:
+        assert [rewards[0] for _, _, rewards in groups.rewarded_rollouts] == list(itertools.chain(*expected))
+        for rollout, text, _ in groups.rewarded_rollouts:
             assert text == prompts.tokenizer.decode(rollout.completion)

@@ -188,7 +188,7 @@ def test_rollouts_in_parts_go_on_as_if_nothing_had_happened(attention, dtype):
             new = [phase] * (len(rollout.completion) - len(old))
             assert rollout.stream["weight_version"].tolist() == [0] * rollout.num_prompt_tokens + old + new
             if rollout.finish_reason == "length" and len(rollout.completion) < 32:
-                left.append(replace(request, sampled=rollout.after_prompt))
+                left.append(replace(request, sampled=rollout.tokens_after_prompt))
             else:
                 rollouts.append(rollout)
         unfinished = left

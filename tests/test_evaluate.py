@@ -53,7 +53,7 @@ def record(ordinal, sample, reward, completion, *, row="a.jsonl:1", end="stop", 
     }
 
 
-TASK = Task("jsonl", [], {"a.jsonl": [], "x/b:main": []}, {}, 4, answer_of=str)
+TASK = Task("jsonl", [], {"a.jsonl": [], "x/b:main": []}, {}, 4, extract_answer=str)
 
 
 def test_an_evaluations_scores_are_means_over_prompts():

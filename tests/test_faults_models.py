@@ -171,8 +171,8 @@ def test_row_49_a_half_made_embedded_model_is_never_used(quick_toy, monkeypatch,
         monkeypatch.setattr(durable, "publish", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         embedded_model.embedded_model_folder(tmp_path)
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
-    (half_made,) = tmp_path.iterdir()
-    assert half_made.name.startswith(".half-toy")
+    (staging_folder,) = tmp_path.iterdir()
+    assert staging_folder.name.startswith(".half-toy")
     folder = embedded_model.embedded_model_folder(tmp_path)
     assert len(quick_toy) == 1
     load(folder)

@@ -11,7 +11,7 @@ import pytest
 import train_grpo
 import train_ppo
 from minirl.errors import InputError
-from minirl.run.checks import check_shared
+from minirl.run.checks import check_shared_flags
 from minirl.run.flags import flag_name, parse
 from minirl.run.progress import Progress
 from support.scripts import read_config, write_rows
@@ -69,7 +69,7 @@ def test_every_number_flag_must_be_finite(module):
     for name, number in itertools.product(numbers, endless):
         value = (number,) if "tuple" in kinds[name] else number
         with pytest.raises(InputError, match=rf"{flag_name(name)}\b"):
-            check_shared(module.Config(**{name: value}))
+            check_shared_flags(module.Config(**{name: value}))
 
 
 @pytest.mark.parametrize(
@@ -83,11 +83,11 @@ def test_every_number_flag_must_be_finite(module):
 )
 def test_negative_numbers_invalid_zeros_and_empty_strings_are_rejected(fields, message):
     """A fork's fields are checked too. An empty string never counts as an omitted flag. Fault 43."""
-    check_shared(ForkConfig())
+    check_shared_flags(ForkConfig())
     with pytest.raises(InputError, match="--value-lr"):
-        check_shared(train_ppo.Config(value_lr=0.0))
+        check_shared_flags(train_ppo.Config(value_lr=0.0))
     with pytest.raises(InputError, match=message):
-        check_shared(ForkConfig(**fields))
+        check_shared_flags(ForkConfig(**fields))
 
 
 REFUSED = [

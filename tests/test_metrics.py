@@ -26,7 +26,7 @@ from minirl.report.metrics import (
     add_rollouts,
     add_skipped_tokens,
     add_tokens,
-    derived,
+    with_derived_metrics,
 )
 from minirl.rollouts import EpisodeRecord, RolloutId, TurnRecord, join_streams, make_token_stream
 from minirl.training.batch import Batch, independent_sequences
@@ -117,7 +117,7 @@ def test_metrics_of_two_ranks_equal_numbers_computed_by_hand(reduce_over_ranks, 
         ranks[0].add_total(f"time/{cause}", spent)
     ranks[0].add_total("count/sampled_tokens", 50)
 
-    reduced = derived(reduce_over_ranks(*ranks)[1])
+    reduced = with_derived_metrics(reduce_over_ranks(*ranks)[1])
     assert {name: value for name, value in reduced.items() if not name.startswith("time/")} == pytest.approx(
         {
             "len/mean": 3.0,

@@ -91,7 +91,7 @@ def test_values_scores_and_their_gradients_equal_transformers(name):
     tokens = random_tokens(model, lengths, seed=1) % padding
     batch = batch_of(tokens, lengths)
     values, end_values = value_batch(model, batch)
-    after = end_values[batch.last_index]
+    after = end_values[batch.last_token_index]
     parts = tokens.split(lengths)
     states = [oracle.score(oracle.model(part[None]).last_hidden_state)[0, :, 0] for part in parts]
     expected = torch.cat([torch.cat([torch.zeros(1), state[:-1]]) for state in states])

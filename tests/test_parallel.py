@@ -92,7 +92,7 @@ def gradients_of(rank, max_tokens, folder, flags, can_skip=None, dtype=torch.flo
     batch = batch.replace(ref_logprobs=0.9 * batch.sample_logprobs)
     batch = batch.replace(
         advantages=train_grpo.token_advantages(config, groups, batch).to(dtype),
-        loss_weights=batch.spread_rollouts(weights).to(dtype),
+        loss_weights=batch.rollouts_to_tokens(weights).to(dtype),
     )
     for i, sequences in enumerate(microbatches):
         micro = batch.select(sequences)

@@ -14,7 +14,7 @@ def info(num_prompt_tokens, num_own, prompt, sample):
     return SequenceInfo(RolloutId(prompt, sample), num_prompt_tokens + num_own, num_prompt_tokens)
 
 
-def num_computed(sequences):
+def query_lengths(sequences):
     """Count the tokens that a model computes for these sequences: each prompt once, and each completion."""
     own = sum(one.num_tokens - one.num_prompt_tokens for one in sequences)
     return own + sum(
@@ -40,7 +40,7 @@ def test_each_sequence_is_in_exactly_one_microbatch(seed):
     ranks = plan_microbatches(sequences, num_ranks=num_ranks, max_tokens=max_tokens)
     micros = [micro for rank in ranks for micro in rank]
     assert sorted(one for micro in micros for one in micro) == sorted(sequences)
-    assert all(num_computed(micro) <= max_tokens for micro in micros)
+    assert all(query_lengths(micro) <= max_tokens for micro in micros)
     assert [len(rank) for rank in ranks] == [len(ranks[0])] * num_ranks
     assert any(rank[-1] for rank in ranks) if sequences else not any(ranks)
 
@@ -65,6 +65,6 @@ def test_eight_ranks_compute_nearly_equal_and_nearly_the_fewest_tokens():
         for i in range(512)
     ]
     plan = plan_microbatches(sequences, num_ranks=8, max_tokens=8192)
-    loads = [sum(map(num_computed, rank)) for rank in plan]
+    loads = [sum(map(query_lengths, rank)) for rank in plan]
     assert max(loads) <= 1.03 * sum(loads) / 8
-    assert sum(loads) <= 1.06 * num_computed(sequences)
+    assert sum(loads) <= 1.06 * query_lengths(sequences)

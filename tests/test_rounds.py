@@ -105,7 +105,7 @@ def test_the_time_between_two_steps_is_not_the_functions(clock):
     collector._begin_prompts(2)
     for seconds in (0.0, 61.0):
         clock.monotonic = lambda seconds=seconds: seconds
-        with collector._runner.in_step():
+        with collector._runner.step_scope():
             collector._runner.run_round(4, weight_version=0)
     assert collector._runner._working_since
 

@@ -163,7 +163,7 @@ def frozen_results(language, scalar, batch, cut):
         (scalar, value_batch, ["values", "end_values"]),
     ):
         batch = FrozenModel(model, of_model, names=names, device=CPU).add_streams(batch, cut)
-    return batch.old_logprobs, batch.values, batch.end_values[batch.last_index]
+    return batch.old_logprobs, batch.values, batch.end_values[batch.last_token_index]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -180,12 +180,12 @@ def test_results_depend_neither_on_microbatches_nor_on_sharing_prompts(dtype, se
     tolerance = 0 if is_exact else 1e-6 if dtype == torch.float32 else 0.1
     batch = make_groups(seed)
     unshared = with_infos(batch, num_prompt_tokens=0)
-    num_computed, num_tokens = (len(b.layout().computed_tokens) for b in (batch, unshared))
-    assert num_computed < num_tokens - 700
+    query_lengths, num_tokens = (len(b.layout().computed_tokens) for b in (batch, unshared))
+    assert query_lengths < num_tokens - 700
     every = list(batch.sequences)
     logprobs, entropies = score_sampled(language, unshared)
     values, end_values = value_batch(scalar, unshared)
-    expected = logprobs, values, end_values[batch.last_index]
+    expected = logprobs, values, end_values[batch.last_token_index]
     assert (score_sampled(language, batch)[1] - entropies).abs().max() <= tolerance
     for cut in ([every], [every[::2], [], every[1::2]], [every[::-1]], [[one] for one in every]):
         for x, y in zip(frozen_results(language, scalar, batch, cut), expected, strict=True):
@@ -196,7 +196,7 @@ def test_results_depend_neither_on_microbatches_nor_on_sharing_prompts(dtype, se
     is_chosen = torch.zeros(len(batch.tokens), dtype=torch.bool)
     is_chosen[batch.token_index([every[1], every[3]])] = True
     assert all(torch.equal(~stream.isnan(), is_chosen) for stream in streams)
-    assert torch.equal(~scores.isnan(), is_chosen[batch.last_index])
+    assert torch.equal(~scores.isnan(), is_chosen[batch.last_token_index])
 
 
 def test_parking_a_frozen_model_copies_nothing_back(monkeypatch):

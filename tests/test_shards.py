@@ -52,9 +52,9 @@ def decode_both_ways(rank, whole, size, options):
     """Decode this rank's requests from full weights and from shards; return both, and the shard's size fraction."""
     model = sharded_twin(whole, rank)
     requests = mixed_requests()
-    num_computed = len(requests) // size
+    query_lengths = len(requests) // size
     # Rank 1 is done long before the others.
-    own = requests[rank * num_computed :][: 1 if rank == 1 else num_computed]
+    own = requests[rank * query_lengths :][: 1 if rank == 1 else query_lengths]
     results = []
     for each in (whole, model):
         engine = make_engine(each, **options)

@@ -102,7 +102,7 @@ def run_episodes(engine: Engine, episodes: list[Episode], rng: random.Random) ->
                 engine.submit([next_turn(first, rollout, reply, TURN_TOKENS, stop_test=test)])
             else:
                 engine.release(rollout_id)
-                ends[rollout_id] = rollout.after_prompt, rollout.finish_reason
+                ends[rollout_id] = rollout.tokens_after_prompt, rollout.finish_reason
         if len(ends) == len(episodes):
             return ends
     raise AssertionError("the turns do not end")
@@ -122,7 +122,7 @@ def expected_ends(attention: str, episodes: list[Episode]) -> Ends:
                 first, prompt_ids=before, parks_after_turn=False, stop_test=test, max_new_tokens=num_tokens
             )
             (rollout,) = engine.generate([turn])
-            completion = np.concatenate([completion, rollout.after_prompt])
+            completion = np.concatenate([completion, rollout.tokens_after_prompt])
         ends[first.rollout_id] = completion, rollout.finish_reason
     return ends
 

@@ -70,7 +70,7 @@ class Opponent:
         while request.rollout_id not in self._answers:
             await asyncio.sleep(0)  # lets other episodes join the batch, and the policy decode
             self._answers |= {sequence.rollout_id: sequence for sequence in self._engine.step()}
-        return self.tokenizer.decode(self._answers.pop(request.rollout_id).after_prompt["id"])
+        return self.tokenizer.decode(self._answers.pop(request.rollout_id).tokens_after_prompt["id"])
 
     def _request(self, ids: Sequence[int], *, key: int, max_tokens: int, temperature: float) -> Request:
         stop_ids = self.tokenizer.chat_stop_ids

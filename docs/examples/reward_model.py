@@ -18,7 +18,7 @@ from minirl.errors import refuse
 from minirl.model.transformer import Transformer
 from minirl.ranks.process_group import rank, world_size
 from minirl.report.metrics import StepMetrics
-from minirl.run.checks import check_shared
+from minirl.run.checks import check_shared_flags
 from minirl.run.config import RunConfig, Schedule
 from minirl.run.flags import run_script
 from minirl.run.run import Run
@@ -75,7 +75,7 @@ def score_pairs(model: Transformer, pairs: Sequence[Pair], device: torch.device)
     is_sampled = torch.zeros_like(tokens, dtype=torch.bool)
     batch = Batch(independent_sequences(map(len, sequences)), tokens, is_sampled)
     _, end_values = value_batch(model, batch)
-    scores = end_values[batch.last_index]
+    scores = end_values[batch.last_token_index]
     return scores[::2], scores[1::2]
 
 
@@ -92,7 +92,7 @@ def bradley_terry_loss(
 
 def main(config: Config) -> int:
     """Train, and return the exit code. Runs on every rank."""
-    check_shared(config)
+    check_shared_flags(config)
     refuse(config.updates_per_step > 1, "--num-epochs, --num-minibatches: a step is one optimizer step here")
     if config.dry_run:
         from minirl.extras.dry_run import print_plan

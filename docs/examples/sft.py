@@ -16,7 +16,7 @@ from minirl.errors import refuse
 from minirl.ranks.process_group import rank, world_size
 from minirl.report.metrics import StepMetrics
 from minirl.rollouts import RolloutId, SampledSequence, join_streams, make_token_stream
-from minirl.run.checks import check_shared
+from minirl.run.checks import check_shared_flags
 from minirl.run.config import RunConfig, Schedule
 from minirl.run.flags import run_script
 from minirl.run.run import Run
@@ -57,7 +57,7 @@ def make_sequence(prompts: PromptStream, ordinal: int, field: str) -> SampledSeq
 
 def main(config: Config) -> int:
     """Train, and return the exit code. Runs on every rank."""
-    check_shared(config)
+    check_shared_flags(config)
     refuse(config.updates_per_step > 1, "--num-epochs, --num-minibatches: a step is one optimizer step here")
     has_scores = config.reward or config.reward_model or not config.data
     rewards: dict[str, Any] | None = None if has_scores else {}
@@ -77,7 +77,7 @@ def main(config: Config) -> int:
         metrics.begin("update")
         ordinals = collector.in_flight.begin_prompts(config.prompts_per_step)
         answers = [make_sequence(setup.prompts, ordinal, config.answer_field) for ordinal in ordinals]
-        num_tokens = sum(answer.num_sampled for answer in answers)
+        num_tokens = sum(answer.num_sampled_tokens for answer in answers)
         microbatches = plan_microbatches(
             independent_sequences(len(answer.tokens) for answer in answers),
             num_ranks=world_size(),

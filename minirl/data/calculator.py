@@ -42,7 +42,7 @@ def load_calculator(*, num_train: int = 4000, num_eval: int = 256) -> Task:
         rewards={"exact": score},
         max_new_tokens=MAX_NEW_TOKENS,
         extra_scores={"calls": has_call},
-        answer_of=last_answer,
+        extract_answer=last_answer,
         warm_start_rows=_examples(rows[num_eval:], generator),
     )
 

@@ -48,8 +48,9 @@ class ChatTokenizer(Tokenizer):
     ):
         """Load a model folder's tokenizer.
 
-        template_arguments: extra arguments for the chat template; see `check_arguments`. vocab_size: None means the
-        tokenizer's largest id + 1. Raises InputError under the same conditions as `Tokenizer` and `tool_schemas`.
+        template_arguments: extra arguments for the chat template; see `check_template_arguments`. vocab_size: None
+        means the tokenizer's largest id + 1. Raises InputError under the same conditions as `Tokenizer` and
+        `tool_schemas`.
         """
         super().__init__(folder)
         self.chat = chat
@@ -141,7 +142,7 @@ class ChatTokenizer(Tokenizer):
             raise InputError(f"{row.origin}: {error}") from None
         return tokenizer.render_checked(as_messages(row.prompt), row.origin, is_prompt=True)
 
-    def encode_after(self, after: After, origin: str, *, end_id: int | None) -> list[int]:
+    def encode_between_turns(self, after: After, origin: str, *, end_id: int | None) -> list[int]:
         """Return the token ids to append between two turns. Text is tokenized without a leading space.
 
         after: text, token ids, or messages from `read_message`. end_id: see `encode_following_messages`. Raises
@@ -201,9 +202,9 @@ class ChatTokenizer(Tokenizer):
             f"{origin}: generate(after=...): the last message is the assistant's, but the model samples that turn; "
             "append its beginning as text",
         )
-        marked, _, marks = replace_with_marks(messages)
+        marked, _, marks = replace_with_placeholders(messages)
         marked_text = self.render_after_answer(marked, origin)
-        self._check_marks_shown(marks, marked_text, origin)
+        self._check_placeholders_rendered(marks, marked_text, origin)
         ids = self.encode_appended(self.render_after_answer(messages, origin), origin)
         # The tokens that the template writes between the assistant message and the first message after it.
         separator_ids = self.encode_appended(marked_text.partition(next(iter(marks)))[0], origin)
@@ -241,9 +242,9 @@ class ChatTokenizer(Tokenizer):
         unique mark in place of each text, and every mark must appear.
         """
         text = self.render(messages, origin, is_prompt=is_prompt)
-        marked, tools, marks = replace_with_marks(messages, self.tools)
+        marked, tools, marks = replace_with_placeholders(messages, self.tools)
         marked_text = self.with_tools(tools).render(marked, origin, is_prompt=is_prompt)
-        self._check_marks_shown(marks, marked_text, origin)
+        self._check_placeholders_rendered(marks, marked_text, origin)
         return text
 
     def render(self, messages: Messages, origin: str, *, is_prompt: bool) -> str:
@@ -275,8 +276,8 @@ class ChatTokenizer(Tokenizer):
                 "messages or the template"
             ) from None
 
-    def _check_marks_shown(self, marks: Mapping[str, str], text: str, origin: str) -> None:
-        """Raise InputError for the first mark from `replace_with_marks` that is missing from a rendered text."""
+    def _check_placeholders_rendered(self, marks: Mapping[str, str], text: str, origin: str) -> None:
+        """Raise InputError for the first mark from `replace_with_placeholders` that is missing from a rendered text."""
         for mark, description in marks.items():
             refuse(
                 mark not in text,
@@ -284,7 +285,7 @@ class ChatTokenizer(Tokenizer):
                 "for it, or plain text",
             )
 
-    def check_arguments(self) -> None:
+    def check_template_arguments(self) -> None:
         """Raise InputError for an argument in --chat-template-kwargs that the chat template does not use."""
         for name in self.template_arguments:
             refuse(
@@ -306,7 +307,7 @@ class ChatTokenizer(Tokenizer):
         return set() if is_stopped else set(after[:1]) & self.backend.added_tokens_decoder.keys()
 
 
-def replace_with_marks(
+def replace_with_placeholders(
     messages: Messages, tools: Sequence[dict[str, Any]] = ()
 ) -> tuple[Messages, list[dict[str, Any]], dict[str, str]]:
     """Replace texts, and the names of tools and called functions, with unique marks.

@@ -71,7 +71,7 @@ def rollout_messages(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
     turns = [turn for turn in rollout.episode.turns if turn.branch == branch.rollout_id.branch]
 
     def answer(turn: TurnRecord, start: int) -> str | dict[str, Any]:
-        ids = branch.after_prompt["id"][start : turn.end].tolist()
+        ids = branch.tokens_after_prompt["id"][start : turn.end].tolist()
         text = tokenizer.decode(ids)
         if not tokenizer.tools or start != turn.start:
             return text

@@ -61,7 +61,7 @@ def load_gsm8k(data: str, eval_data: Sequence[str]) -> Task:
         rewards={"strict": strict_score},
         max_new_tokens=512,
         extra_scores={"flexible": flexible_score},
-        answer_of=strict_answer,
+        extract_answer=strict_answer,
     )
 
 

@@ -30,5 +30,5 @@ def load_sorting(*, num_train: int = 20_000, num_eval: int = 256) -> Task:
         eval_sets={"sorting": rows[:num_eval]},
         rewards={"exact": score},
         max_new_tokens=MAX_DIGITS + 2,
-        answer_of=str,
+        extract_answer=str,
     )

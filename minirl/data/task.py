@@ -18,13 +18,13 @@ STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
 EPISODE_ARGUMENTS = ("episodes", "environments", "rollouts")
 
 
-def exact_score(answer_of: Callable[[str], Any]) -> RewardFunction:
+def exact_score(extract_answer: Callable[[str], Any]) -> RewardFunction:
     """Return a reward function that gives 1 if the completion's answer equals the column `answer`, else 0."""
 
     def score(completions: Sequence[str | Messages], answer: Sequence[Any]) -> list[float]:
         # For a chat prompt, a completion is a list of one message.
         texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
-        return [float(answer_of(text) == expected) for text, expected in zip(texts, answer, strict=True)]
+        return [float(extract_answer(text) == expected) for text, expected in zip(texts, answer, strict=True)]
 
     return score
 
@@ -57,6 +57,6 @@ class Task:
     extra_scores: Mapping[str, RewardFunction] = field(default_factory=dict)
     # Extracts a completion's answer for majority voting; returns None if there is no answer. Equal answers get equal
     # rewards.
-    answer_of: Callable[[str], Any] | None = None
+    extract_answer: Callable[[str], Any] | None = None
     # Rows with a column "answer" for the bundled model's warm start (default: the training rows).
     warm_start_rows: Sequence[Row] = ()

@@ -102,17 +102,17 @@ class Collector:
 
         weight_version: version of the current weights. Raises RewardError or RolloutError, naming the function and row.
         """
-        num_wanted = num_groups
-        with self._runner.in_step():
+        num_wanted_groups = num_groups
+        with self._runner.step_scope():
             # Replace zero-variance groups with groups for new prompts, up to `max_refills` times; then keep the rest.
             for num_refills in itertools.count():
                 if self.in_flight.max_staleness:
-                    ready = self._run_rounds(num_groups, num_wanted, weight_version)
+                    ready_prompts = self._run_rounds(num_groups, num_wanted_groups, weight_version)
                 else:
-                    self._begin_prompts(num_wanted - len(self.in_flight))
+                    self._begin_prompts(num_wanted_groups - len(self.in_flight))
                     self._runner.run_round(weight_version=weight_version)
-                    ready = set(self._queue.groups)
-                self._rewarded += self._queue.finish(sorted(ready))
+                    ready_prompts = set(self._queue.groups)
+                self._rewarded += self._queue.finish(sorted(ready_prompts))
                 selection = select_step(
                     self._rewarded,
                     num_groups,
@@ -123,7 +123,7 @@ class Collector:
                 )
                 if selection.num_missing <= 0 or num_refills == self._max_refills:
                     break
-                num_wanted = num_groups + selection.num_zero_variance
+                num_wanted_groups = num_groups + selection.num_zero_variance_groups
         self._rewarded = [
             one
             for one in self._rewarded
@@ -137,7 +137,7 @@ class Collector:
         self._runner.close()
 
     @functools.cached_property
-    def _round_tokens(self) -> int:
+    def _max_tokens_per_round(self) -> int:
         """Maximum number of tokens that a rollout samples per round."""
         min_tokens, max_tokens = ROUND_LIMITS
         return min(max(min_tokens, round(ROUND_FRAC * self._prompts.max_new_tokens)), max_tokens)
@@ -147,12 +147,12 @@ class Collector:
 
         Return the prompts whose ready groups are still in this rank's queue.
         """
-        expiring = self.in_flight.expiring(num_groups)
-        while len(ready := self._ready_prompts()) < num_wanted or not expiring <= ready:
+        expiring_ordinals = self.in_flight.expiring_prompts(num_groups)
+        while len(ready := self._ready_prompts()) < num_wanted or not expiring_ordinals <= ready:
             self._begin_prompts(
                 self.in_flight.num_prompts_to_begin(num_groups, num_wanted=num_wanted, num_ready=len(ready))
             )
-            self._runner.run_round(self._round_tokens, weight_version=weight_version)
+            self._runner.run_round(self._max_tokens_per_round, weight_version=weight_version)
         return self._queue.groups.keys() & ready
 
     def _ready_prompts(self) -> set[int]:
@@ -162,8 +162,8 @@ class Collector:
         deadline = time.monotonic() + self._runner.reply_wait_s
         while self._queue.is_busy and (remaining_s := deadline - time.monotonic()) > 0:
             self._queue.poll(remaining_s)
-        own = {rewarded.rollout.rollout_id.prompt_ordinal for rewarded in self._rewarded}
-        return set().union(*gather_objects(own | self._queue.ready_prompts()))
+        rewarded_prompts = {rewarded.rollout.rollout_id.prompt_ordinal for rewarded in self._rewarded}
+        return set().union(*gather_objects(rewarded_prompts | self._queue.ready_prompts()))
 
     def _begin_prompts(self, num_prompts: int) -> None:
         """Start rollouts for `num_prompts` prompts; each rank starts its own shard of the rollouts."""

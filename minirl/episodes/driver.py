@@ -128,10 +128,10 @@ class Driver:
             branch.request = self._prompts.branch_request(
                 branch.request, branch.number, branch.prompt, self.origin, tools=branch.tools
             )
-        appended = self._appended_ids(branch, turn_request) if turn_request.after else []
+        appended_ids = self._appended_ids(branch, turn_request) if turn_request.after else []
         self.branch = branch
-        start = branch.num_tokens + len(appended)
-        remaining_tokens = branch.remaining_tokens - len(appended)
+        turn_start = branch.num_tokens + len(appended_ids)
+        remaining_tokens = branch.remaining_tokens - len(appended_ids)
         if remaining_tokens < 1:
             refuse(
                 not episode.num_turns,
@@ -140,35 +140,35 @@ class Driver:
             return False
         self.has_begun = True
         self.turn = Turn(
-            start,
+            turn_start,
             branch=branch.number,
             inserted=turn_request.after if is_messages(turn_request.after) else [],
             tokenizer=self._prompts.tokenizer.with_tools(branch.tools),
             tokens=branch.engine_tokens,
         )
-        previous_tokens = branch.engine_tokens.sequence.after_prompt if branch.turns else NO_TOKENS
-        self.tokens = join_streams(previous_tokens, make_token_stream(appended))
+        previous_tokens = branch.engine_tokens.sequence.tokens_after_prompt if branch.turns else NO_TOKENS
+        self.tokens = join_streams(previous_tokens, make_token_stream(appended_ids))
         self._request = replace(
             branch.request,
-            max_new_tokens=start + min(remaining_tokens, turn_request.max_tokens or remaining_tokens),
+            max_new_tokens=turn_start + min(remaining_tokens, turn_request.max_tokens or remaining_tokens),
             parks_after_turn=True,
             stop_test=make_stop_test(self._prompts.tokenizer, turn_request.stop)
             if turn_request.stop
             else None,
-            turn_start=start,
+            turn_start=turn_start,
         )
         return True
 
     def next_engine_request(self) -> Request:
         """Return the engine request that continues the current turn within this round's budget."""
-        limit = min(self._request.max_new_tokens, len(self.tokens) + self.budget)
-        return replace(self._request, sampled=self.tokens, max_new_tokens=limit)
+        max_new_tokens = min(self._request.max_new_tokens, len(self.tokens) + self.budget)
+        return replace(self._request, sampled=self.tokens, max_new_tokens=max_new_tokens)
 
     def receive_tokens(self, sequence: SampledSequence) -> bool:
         """Store sampled tokens; return whether the turn is finished. A finished turn is handed to the function."""
-        num_tokens = len(sequence.after_prompt)
+        num_tokens = len(sequence.tokens_after_prompt)
         self.budget -= num_tokens - len(self.tokens)
-        self.tokens = sequence.after_prompt
+        self.tokens = sequence.tokens_after_prompt
         if sequence.finish_reason == "length" and num_tokens < self._request.max_new_tokens:
             return False
         turn = self.turn
@@ -215,13 +215,20 @@ class Driver:
         elif self.branch.turns:
             tokens = self.branch.engine_tokens
             tokens.sequence = replace(tokens.sequence, finish_reason=finish_reason)
-        last = branches[-1]
+        last_branch = branches[-1]
         # The record gets a fresh copy of the row, because the function may have changed the episode's copy.
         row = self._prompts.row(self.rollout_id.prompt_ordinal)
-        record = EpisodeRecord(
-            list(map(turn_record, turns)), rewards, episode.environment, last.prompt, last.tools, row
+        episode_record = EpisodeRecord(
+            list(map(turn_record, turns)),
+            rewards,
+            episode.environment,
+            last_branch.prompt,
+            last_branch.tools,
+            row,
         )
-        return Rollout(tuple(branch.engine_tokens.sequence for branch in branches), finish_reason, record)
+        return Rollout(
+            tuple(branch.engine_tokens.sequence for branch in branches), finish_reason, episode_record
+        )
 
     async def _run(self) -> None:
         reply: Reply = None
@@ -240,7 +247,7 @@ class Driver:
         self._reply(reply)
         for branch in self.episode.branches:
             # Break the reference cycle; otherwise only the garbage collector would free the episode.
-            branch.request_turn = _request_turn_too_late
+            branch.request_turn = _reject_turn_request
 
     async def _request_turn(self, turn_request: TurnRequest) -> Turn:
         """Request a turn for the function; return the finished turn."""
@@ -280,7 +287,7 @@ class Driver:
             last = branch.turns[-1]
             end_id = last.ids[-1] if last.finish_reason == "stop" else None
         tokenizer = self._prompts.tokenizer.with_tools(branch.tools)
-        return tokenizer.encode_after(turn_request.after, origin, end_id=end_id)
+        return tokenizer.encode_between_turns(turn_request.after, origin, end_id=end_id)
 
 
 @functools.cache
@@ -292,7 +299,7 @@ def make_stop_test(tokenizer: Tokenizer, strings: tuple[str, ...]) -> StopString
     return StopStrings(tokenizer, strings)
 
 
-async def _request_turn_too_late(turn_request: TurnRequest) -> Turn:
+async def _reject_turn_request(turn_request: TurnRequest) -> Turn:
     raise InputError("generate(): the episode has ended")
 
 

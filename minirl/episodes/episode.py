@@ -72,9 +72,9 @@ class TurnRequest:
             f"generate(stop={self.stop!r:.80}): expected non-empty strings without U+FFFD or surrogates",
         )
         if self.max_tokens is not None:
-            is_limit = type(self.max_tokens) is int and self.max_tokens >= 1
+            is_valid_limit = type(self.max_tokens) is int and self.max_tokens >= 1
             refuse(
-                not is_limit,
+                not is_valid_limit,
                 f"generate(max_tokens={self.max_tokens!r:.80}): must be an integer of at least 1",
             )
 
@@ -122,19 +122,19 @@ class Turn(TurnRecord):
         Raises InputError if the model's tool-call format is unknown.
         """
         sequence = self.tokens.sequence
-        before = sequence.tokens[: sequence.num_prompt_tokens + self.start]
-        message = answers.parse_answer(self.tokenizer, self.ids, before)
+        preceding_tokens = sequence.tokens[: sequence.num_prompt_tokens + self.start]
+        message = answers.parse_answer(self.tokenizer, self.ids, preceding_tokens)
         self.parse_error = message.get("parse_error")
         return message
 
     def text_from(self, start: int) -> str:
         """Return the branch's text from the token at index `start` after the prompt to the end of this turn."""
-        return self.tokenizer.decode(self.tokens.sequence.after_prompt["id"][start : self.end])
+        return self.tokenizer.decode(self.tokens.sequence.tokens_after_prompt["id"][start : self.end])
 
     @property
     def _sampled(self) -> Stream:
         """The sampled tokens, including the stop token."""
-        return self.tokens.sequence.after_prompt[self.start : self.end]
+        return self.tokens.sequence.tokens_after_prompt[self.start : self.end]
 
 
 @dataclass(eq=False)
@@ -194,11 +194,11 @@ class Branch:
     @property
     def finish_reason(self) -> str:
         """The branch's finish reason if no further turn follows."""
-        last = self.turns[-1]
+        last_turn = self.turns[-1]
         return (
             "turn_length"
-            if last.finish_reason == "length" and self.remaining_tokens > 0
-            else last.finish_reason
+            if last_turn.finish_reason == "length" and self.remaining_tokens > 0
+            else last_turn.finish_reason
         )
 
     async def generate(
@@ -214,9 +214,9 @@ class Branch:
         reaches a limit, the episode ends and its function is cancelled at this `await`. Raises InputError for an
         invalid argument, a call after `end`, or a call while another turn of the episode is being sampled.
         """
-        strings = tuple(stop) if isinstance(stop, list | tuple) else (cast(str, stop),)
+        stop_strings = tuple(stop) if isinstance(stop, list | tuple) else (cast(str, stop),)
         appended = "" if after is None else _read_after(after)
-        return await self.request_turn(TurnRequest(appended, strings, max_tokens, self.number))
+        return await self.request_turn(TurnRequest(appended, stop_strings, max_tokens, self.number))
 
 
 class Episode:
@@ -251,12 +251,12 @@ class Episode:
         self.tools = copy.deepcopy(tools or [])
         self.is_chat = is_chat
         self.temperature = request.temperature
-        first = Branch(copy.deepcopy(row.prompt), request, tools=self.tools)
-        self.branches = [first]
-        self.prompt = first.prompt
-        self.prompt_ids = first.prompt_ids
-        self.turns = first.turns
-        self.generate = first.generate
+        first_branch = Branch(copy.deepcopy(row.prompt), request, tools=self.tools)
+        self.branches = [first_branch]
+        self.prompt = first_branch.prompt
+        self.prompt_ids = first_branch.prompt_ids
+        self.turns = first_branch.turns
+        self.generate = first_branch.generate
         self.given_rewards: dict[str, float | None] = {}
 
     @property
@@ -309,8 +309,8 @@ class Episode:
         refuse(
             self.is_closed, f"{origin} the episode has ended; give rewards before `await episode.generate()`"
         )
-        checked = checked_reward(value, f"{origin} {name!r} is")
-        self.given_rewards[name] = (self.given_rewards.get(name) or 0.0) + checked
+        valid_value = checked_reward(value, f"{origin} {name!r} is")
+        self.given_rewards[name] = (self.given_rewards.get(name) or 0.0) + valid_value
 
     def end(self, reason: str) -> None:
         """Set the episode's finish reason; the rollout function should return next.

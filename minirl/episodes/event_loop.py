@@ -23,7 +23,7 @@ class SlicedLoop(asyncio.SelectorEventLoop):
         # In a notebook, the caller already runs in an event loop.
         outer_loop = asyncio._get_running_loop()
         asyncio._set_running_loop(None)
-        wait_end = self.call_later(wait_s, self.stop)
+        wait_timer = self.call_later(wait_s, self.stop)
         slice_end = time.monotonic() + MAX_BUSY_S
         try:
             self.run_forever()
@@ -31,7 +31,7 @@ class SlicedLoop(asyncio.SelectorEventLoop):
                 self.stop()
                 self.run_forever()
         finally:
-            wait_end.cancel()
+            wait_timer.cancel()
             asyncio._set_running_loop(outer_loop)
 
 

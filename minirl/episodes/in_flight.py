@@ -39,9 +39,9 @@ class PromptsInFlight:
     def begin_prompts(self, num_prompts: int) -> list[int]:
         """Mark `num_prompts` prompts as started, interrupted prompts first; return their ordinals."""
         restarted, self.interrupted = self.interrupted[:num_prompts], self.interrupted[num_prompts:]
-        first_new = self.num_served
+        first_new_ordinal = self.num_served
         self.num_served += num_prompts - len(restarted)
-        ordinals = [*restarted, *range(first_new, self.num_served)]
+        ordinals = [*restarted, *range(first_new_ordinal, self.num_served)]
         self.start_steps |= dict.fromkeys(ordinals, self.num_steps)
         return ordinals
 
@@ -51,7 +51,7 @@ class PromptsInFlight:
         for ordinal in ordinals:
             del self.start_steps[ordinal]
 
-    def expiring(self, num_groups: int) -> set[int]:
+    def expiring_prompts(self, num_groups: int) -> set[int]:
         """Return the prompts that this step must take to keep every rollout within `max_staleness`.
 
         num_groups: number of prompts that this step and each later step can take.
@@ -87,5 +87,5 @@ class PromptsInFlight:
         ready, 12 - 10 = 2 are started.
         """
         num_unfinished = len(self) - num_ready
-        num_allowed = num_wanted + num_groups * self.max_staleness - len(self)
-        return max(0, min(2 * num_groups - num_unfinished, num_allowed))
+        max_new_prompts = num_wanted + num_groups * self.max_staleness - len(self)
+        return max(0, min(2 * num_groups - num_unfinished, max_new_prompts))

@@ -32,7 +32,7 @@ from minirl.data.prompts import PromptStream
 from minirl.episodes.driver import NO_BUDGET, Driver, Reply, check_rollout_function, function_name
 from minirl.episodes.episode import REWARD, RolloutFunction, TurnRequest
 from minirl.episodes.event_loop import event_loop
-from minirl.errors import InputError, RolloutError, escaped, refuse
+from minirl.errors import InputError, RolloutError, escape_control_chars, refuse
 from minirl.generation.engine import Engine
 from minirl.ranks.time_account import spent_on
 from minirl.report.progress_bar import show_progress
@@ -107,7 +107,7 @@ class EpisodeRunner:
 
     def run(self, requests: Sequence[Request], *, weight_version: int = 0) -> list[RewardedRollout]:
         """Run the requests of complete groups to completion; return the rewarded rollouts."""
-        with self.in_step():
+        with self.step_scope():
             self.begin_episodes(requests)
             self.run_round(weight_version=weight_version)
         return self.queue.finish(sorted(self.queue.groups))
@@ -135,23 +135,23 @@ class EpisodeRunner:
         for driver in self._drivers.values():
             driver.budget = budget
         self._submit_turns(weight_version)
-        active_at = time.perf_counter()
+        last_active_at = time.perf_counter()
         with show_progress("generate", total=len(self._drivers), unit="completions") as bar:
             while self.engine.is_decoding or len(self._waiting) < len(self._drivers):
-                num_open = len(self._drivers)
+                num_open_episodes = len(self._drivers)
                 has_replies = self._handle_replies(0.0 if self.engine.any_rank_has_work else IDLE_WAIT_S)
                 self._submit_turns(weight_version)
                 self.queue.poll()
-                bar.update(num_open - len(self._drivers))
+                bar.update(num_open_episodes - len(self._drivers))
                 if has_replies or self.engine.is_decoding:
-                    active_at = time.perf_counter()
-                elif budget < NO_BUDGET and time.perf_counter() - active_at > self.reply_wait_s:
+                    last_active_at = time.perf_counter()
+                elif budget < NO_BUDGET and time.perf_counter() - last_active_at > self.reply_wait_s:
                     break
                 self._decode_step()
         self.engine.sync()  # ranks that share the model's layers join each other's passes until all ranks are done
 
     @contextmanager
-    def in_step(self) -> Iterator[None]:
+    def step_scope(self) -> Iterator[None]:
         """Release all engine requests at the end of the block; call `close` if the block raises."""
         # The event loop does not run between steps, so the time between steps does not count against the functions.
         idle_s = time.monotonic() - self._step_ended_at
@@ -191,7 +191,7 @@ class EpisodeRunner:
         """Run one engine step, and hand finished turns to their functions."""
         for sequence in self.engine.step():
             driver = self._drivers[sequence.rollout_id._replace(branch=0)]
-            self.counts["sampled_tokens"] += len(sequence.after_prompt) - len(driver.tokens)
+            self.counts["sampled_tokens"] += len(sequence.tokens_after_prompt) - len(driver.tokens)
             if driver.receive_tokens(sequence):
                 self._working_since[driver] = time.monotonic()
             else:
@@ -234,8 +234,8 @@ class EpisodeRunner:
     def _rollout_error(self, driver: Driver, error: InputError | str) -> RolloutError:
         """Return the error that ends the run when a function fails."""
         num_turns = driver.episode.num_turns
-        when = f"after turn {num_turns}" if num_turns else "before its first turn"
-        return RolloutError(escaped(f"{driver.origin}, {when}: {error}"))
+        failure_point = f"after turn {num_turns}" if num_turns else "before its first turn"
+        return RolloutError(escape_control_chars(f"{driver.origin}, {failure_point}: {error}"))
 
     def _begin_turn(self, driver: Driver, turn_request: TurnRequest) -> None:
         """Begin the turn that a function requests, or end the episode if there is no room or the turn limit is reached.
@@ -270,12 +270,12 @@ class EpisodeRunner:
         rollout = driver.rollout(finish_reason, dict.fromkeys(self._reward_names, 0.0) | given_rewards)
         if has_returned and (given_rewards or self._reward_names):
             check_rewards(given_rewards, self._reward_names)
-        ordinal = driver.rollout_id.prompt_ordinal
-        self._rollouts[ordinal].append(rollout)
-        self._groups[ordinal].remove(driver)
-        if not self._groups[ordinal]:
-            del self._groups[ordinal]
-            self.queue.add(self._rollouts.pop(ordinal))
+        prompt_ordinal = driver.rollout_id.prompt_ordinal
+        self._rollouts[prompt_ordinal].append(rollout)
+        self._groups[prompt_ordinal].remove(driver)
+        if not self._groups[prompt_ordinal]:
+            del self._groups[prompt_ordinal]
+            self.queue.add(self._rollouts.pop(prompt_ordinal))
         del self._drivers[driver.rollout_id]
         self._release_requests(driver)
 
@@ -294,15 +294,17 @@ def check_rewards(given_rewards: Collection[str], required_rewards: Collection[s
         not all(isinstance(name, str) for name in given_rewards),
         f"reward names must be strings: {given_rewards!r:.80}",
     )
-    listed = ", ".join(map(repr, sorted(given_rewards))) or "none"
-    flags = " ".join("episode" if name == REWARD else f"episode:{name}" for name in sorted(given_rewards))
+    given_names = ", ".join(map(repr, sorted(given_rewards))) or "none"
+    flag_values = " ".join(
+        "episode" if name == REWARD else f"episode:{name}" for name in sorted(given_rewards)
+    )
     refuse(
         given_rewards and not required_rewards,
-        f"recorded rewards ({listed}) that this run does not use; add --reward {flags}",
+        f"recorded rewards ({given_names}) that this run does not use; add --reward {flag_values}",
     )
     for name in required_rewards:
         refuse(
             name not in given_rewards,
-            f"ended without the reward {name!r} (given: {listed}); give this reward in every episode, at "
+            f"ended without the reward {name!r} (given: {given_names}); give this reward in every episode, at "
             f"least `episode.reward(0.0, {name!r})`, or return {{{name!r}: None}} where the reward does not apply",
         )

@@ -16,17 +16,17 @@ from minirl.training.batch import RolloutInfo, SequenceInfo, gather_infos
 
 @dataclass(frozen=True)
 class Groups:
-    """P groups of G rollouts to train on. All fields except `rewarded` are the same on every rank.
+    """P groups of G rollouts to train on. All fields except `rewarded_rollouts` are the same on every rank.
 
-    rewarded: this rank's rollouts in these groups.
-    infos: all P * G rollouts, group by group.
+    rewarded_rollouts: this rank's rollouts in these groups.
+    rollout_infos: all P * G rollouts, group by group.
     rewards: fp64 [P, G, K]; NaN where a reward does not apply to the rollout.
     greedy_rewards: fp64 [P, 0 or 1, K], the rewards of the greedy rollouts, which are not trained on.
     reward_weights: fp64 [K].
     """
 
-    rewarded: list[RewardedRollout]
-    infos: list[RolloutInfo]
+    rewarded_rollouts: list[RewardedRollout]
+    rollout_infos: list[RolloutInfo]
     rewards: Tensor
     greedy_rewards: Tensor
     reward_weights: Tensor
@@ -34,7 +34,7 @@ class Groups:
     @property
     def rollouts(self) -> list[Rollout]:
         """This rank's rollouts, without their rewards."""
-        return [rollout for rollout, _, _ in self.rewarded]
+        return [rollout for rollout, _, _ in self.rewarded_rollouts]
 
     @property
     def weighted_rewards(self) -> Tensor:
@@ -49,35 +49,37 @@ class Groups:
     @property
     def num_loss_tokens(self) -> Tensor:
         """The number of sampled tokens per rollout, int64 [P, G]."""
-        return torch.tensor([info.num_loss_tokens for info in self.infos]).view(self.rewards.shape[:2])
+        return torch.tensor([info.num_loss_tokens for info in self.rollout_infos]).view(
+            self.rewards.shape[:2]
+        )
 
     @property
     def is_truncated(self) -> Tensor:
         """Whether each rollout is truncated, bool [P, G]."""
-        return torch.tensor([info.is_truncated for info in self.infos]).view(self.rewards.shape[:2])
+        return torch.tensor([info.is_truncated for info in self.rollout_infos]).view(self.rewards.shape[:2])
 
     @property
     def sequences(self) -> list[SequenceInfo]:
         """The sequences of all rollouts, in rollout order; `rollout_index` is p * G + g."""
         return [
             sequence._replace(rollout_index=rollout_index)
-            for rollout_index, info in enumerate(self.infos)
+            for rollout_index, info in enumerate(self.rollout_infos)
             for sequence in info.sequences
         ]
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The groups selected for a step. All fields except `groups.rewarded` are the same on every rank.
+    """The groups selected for a step. All fields except `groups.rewarded_rollouts` are the same on every rank.
 
     num_missing: number of groups still to collect (zero-variance groups do not count); negative if there is a surplus.
-    num_zero_variance: number of groups whose first reward has zero variance; 0 if such groups are not replaced.
+    num_zero_variance_groups: number of groups whose first reward has zero variance; 0 if such groups are not replaced.
     ended_prompts: ordinals of the prompts whose groups were selected or dropped.
     """
 
     groups: Groups
     num_missing: int
-    num_zero_variance: int
+    num_zero_variance_groups: int
     ended_prompts: frozenset[int]
 
 
@@ -108,16 +110,16 @@ def select_step(
     if replaces_zero_variance:
         is_zero_variance = have_zero_variance(rewards[:, :group_size, 0])
     selected = select_groups(is_zero_variance, num_groups)
-    chosen = frozenset(ordinals[selected].tolist())
-    ended_prompts = chosen.union(ordinals[is_zero_variance].tolist())
+    selected_ordinals = frozenset(ordinals[selected].tolist())
+    ended_prompts = selected_ordinals.union(ordinals[is_zero_variance].tolist())
 
     def is_selected(rollout_id: RolloutId) -> bool:
-        return rollout_id.prompt_ordinal in chosen and rollout_id.sample < group_size
+        return rollout_id.prompt_ordinal in selected_ordinals and rollout_id.sample < group_size
 
-    local = [one for one in rewarded if is_selected(one.rollout.rollout_id)]
+    local_ids = [one for one in rewarded if is_selected(one.rollout.rollout_id)]
     groups = Groups(
-        rewarded=sorted(local, key=lambda one: one.rollout.rollout_id),
-        infos=[info for info in infos if is_selected(info.id)],
+        rewarded_rollouts=sorted(local_ids, key=lambda one: one.rollout.rollout_id),
+        rollout_infos=[info for info in infos if is_selected(info.id)],
         rewards=rewards[selected][:, :group_size],
         greedy_rewards=rewards[selected][:, group_size:],
         reward_weights=reward_weights,
@@ -125,6 +127,6 @@ def select_step(
     return Selection(
         groups=groups,
         num_missing=num_groups - int((~is_zero_variance).sum()),
-        num_zero_variance=int(is_zero_variance.sum()),
+        num_zero_variance_groups=int(is_zero_variance.sum()),
         ended_prompts=ended_prompts,
     )

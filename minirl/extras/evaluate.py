@@ -37,9 +37,9 @@ from minirl.report.logger import Logger
 from minirl.report.records import Record, mean_rewards
 from minirl.rollouts import MAX_TOP_K, TRUNCATED_REASONS, Truncation
 from minirl.run.checkpoint import checkpoints_in
-from minirl.run.checks import check_shared
+from minirl.run.checks import check_shared_flags
 from minirl.run.config import RunConfig
-from minirl.run.flags import parse, peek_flag
+from minirl.run.flags import parse, read_flag
 from minirl.run.run_folder import find_run
 from minirl.run.setup import Setup
 
@@ -97,9 +97,9 @@ def find_model(model: str) -> tuple[str, dict[str, Any]]:
 
 def parse_config(arguments: Sequence[str] | None = None) -> Config:
     """Parse the command line (or `arguments`), with defaults from the run that --model names, if any."""
-    model = peek_flag("model", arguments)
+    model = read_flag("model", arguments)
     folder, args = find_model(model) if model else (None, {})
-    if peek_flag("data", arguments):
+    if read_flag("data", arguments):
         args["eval_data"] = []
     defaults = {name: tuple(v) if isinstance(v, list) else v for name, v in args.items() if name in RUN_FLAGS}
     config = parse(Config, description=__doc__ or "", defaults=defaults, names=FLAGS, arguments=arguments)
@@ -165,8 +165,8 @@ def prompt_metrics(
     ]
     for k in range(1, len(scored) + 1):
         numbers[f"eval/pass@{k}"] = pass_at_k(len(scored), sum(is_correct), k)
-    if task.answer_of is not None and len(scored) > 1:
-        answers = [task.answer_of(sample["completion"]) for sample in scored]
+    if task.extract_answer is not None and len(scored) > 1:
+        answers = [task.extract_answer(sample["completion"]) for sample in scored]
         numbers["eval/majority"] = majority(answers, is_correct)
     return numbers
 
@@ -225,7 +225,7 @@ def main(config: Config) -> int:
     files = config.eval_data or tuple(filter(None, [config.data]))
     # An evaluation needs no training rows, so `data` is just one of the evaluated files.
     config = dataclasses.replace(config, data=next(iter(files), None), eval_data=files)
-    check_shared(config)
+    check_shared_flags(config)
     refuse(not 0 <= config.top_k <= MAX_TOP_K, f"--top-k {config.top_k}: must be between 0 and {MAX_TOP_K}")
     refuse(
         not (0 < config.top_p < 1 and config.top_k) and config.top_p != 1,

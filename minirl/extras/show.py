@@ -11,7 +11,7 @@ from typing import Any
 import tyro
 from tyro.conf import Positional
 
-from minirl.errors import escaped, refuse
+from minirl.errors import escape_control_chars, refuse
 from minirl.files.json_files import read_json_lines
 from minirl.ranks import launch
 from minirl.ranks.process_group import print0
@@ -65,7 +65,7 @@ def main(run: Positional[str], step: Positional[int | None] = None, num: int = 4
     """
     path = step_file(run, step)
     # Rollouts may contain control characters, which must not reach the terminal.
-    texts = [escaped("\n".join(format_rollout(rollout))) for rollout in read_json_lines(path)]
+    texts = [escape_control_chars("\n".join(format_rollout(rollout))) for rollout in read_json_lines(path)]
     print0("\n\n".join([*texts[:num], f"{len(texts)} rollouts in {path}"]))
 
 

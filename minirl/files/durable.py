@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 
 @contextlib.contextmanager
-def new_file(path: Path) -> Iterator[BinaryIO]:
+def open_new_file(path: Path) -> Iterator[BinaryIO]:
     """Open a new file for writing, and sync it to disk when the block ends. Raises OSError, naming the file."""
     with add_path_to_oserror(path), path.open("wb") as file:
         yield file
@@ -24,21 +24,21 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 def replace_file(path: Path, content: str) -> None:
     """Write a text file atomically: readers see either the complete old content or the complete new content."""
     temporary = path.with_name(f".half-{path.name}")
-    with new_file(temporary) as file:
+    with open_new_file(temporary) as file:
         file.write(content.encode())
     os.replace(temporary, path)
 
 
-def append_whole(path: Path, content: bytes) -> None:
+def append_all_or_nothing(path: Path, content: bytes) -> None:
     """Append the whole content to a file, or nothing if a write fails. Raises OSError, naming the file."""
     with add_path_to_oserror(path), path.open("ab", buffering=0) as file:
-        end = file.tell()
+        original_size = file.tell()
         try:
             while content:
                 content = content[file.write(content) :]
         except OSError:
             with contextlib.suppress(OSError):
-                file.truncate(end)
+                file.truncate(original_size)
             raise
 
 
@@ -52,12 +52,12 @@ def add_path_to_oserror(path: Path) -> Iterator[None]:
         raise
 
 
-def publish(half_made: Path, folder: Path) -> None:
-    """Sync `half_made`, then rename it to `folder`. Raises OSError if `folder` already exists and is not empty."""
-    # `new_file` has already synced the files to disk, but not the directory entries.
-    for subfolder in [*half_made.rglob("*/"), half_made]:
+def publish(staging_folder: Path, folder: Path) -> None:
+    """Sync `staging_folder`, then rename it to `folder`. Raises OSError if `folder` already exists and is not empty."""
+    # `open_new_file` has already synced the files to disk, but not the directory entries.
+    for subfolder in [*staging_folder.rglob("*/"), staging_folder]:
         fsync_path(subfolder)
-    os.rename(half_made, folder)
+    os.rename(staging_folder, folder)
     fsync_path(folder.parent)
 
 

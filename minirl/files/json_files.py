@@ -15,10 +15,10 @@ def json_text(value: Any, *, indent: int | None = None) -> str:
     Sets and arrays become lists, NumPy and torch scalars become numbers, and other objects become strings. Raises
     TypeError for keys that JSON does not support, and ValueError for a value that contains itself.
     """
-    return json.dumps(value, indent=indent, default=_plain)
+    return json.dumps(value, indent=indent, default=_to_json_value)
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     if isinstance(value, Set):
         return sorted(value, key=repr)
     return value.tolist() if hasattr(value, "tolist") else str(value)
@@ -26,11 +26,11 @@ def _plain(value: Any) -> Any:
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Read one JSON object per line; skip all other lines, such as a truncated last line. Raises OSError."""
-    values = []
+    parsed_lines = []
     for line in path.read_bytes().split(b"\n"):
         with contextlib.suppress(ValueError, RecursionError):
-            values.append(json.loads(line))
-    return [value for value in values if isinstance(value, dict)]
+            parsed_lines.append(json.loads(line))
+    return [value for value in parsed_lines if isinstance(value, dict)]
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -53,10 +53,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     host_tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with durable.add_path_to_oserror(path):
         path.touch()
-        mode = path.stat().st_mode
+        permissions = path.stat().st_mode
         try:
             save_file(host_tensors, path, {"format": "pt"})
         except SafetensorError as error:
             raise OSError(errno.EIO, str(error)) from None
-        path.chmod(mode)  # `save_file` makes the file readable only by its owner
+        path.chmod(permissions)  # `save_file` makes the file readable only by its owner
         durable.fsync_path(path)

@@ -50,13 +50,13 @@ def loading_user_code(what: str) -> Iterator[None]:
 
 def find_functions(source: str, *names: str) -> list[Callable[..., Any]]:
     """Return functions from a file or module. Raises InputError if one is missing; errors in user code propagate."""
-    module = _run_file(source) if source.endswith(".py") else importlib.import_module(source)
+    module = _import_file(source) if source.endswith(".py") else importlib.import_module(source)
     for name in names:
         refuse(not callable(getattr(module, name, None)), f"{source} has no function {name}")
     return [getattr(module, name) for name in names]
 
 
-def _run_file(file: str) -> types.ModuleType:
+def _import_file(file: str) -> types.ModuleType:
     """Run a Python file as a module, once per process; its imports search its own folder first."""
     path = os.path.abspath(file)
     name = f"user_file:{path}".replace(".", ":")  # a dot would mean a submodule
@@ -87,7 +87,7 @@ def _import_sibling(file: str, name: str, *arguments: Any, **options: Any) -> An
     is_loaded = getattr(sys.modules.get(name), "__file__", None) == path  # for example by the script
     if path == file or is_loaded or not os.path.isfile(path):
         return builtins.__import__(name, *arguments, **options)
-    return _run_file(path)
+    return _import_file(path)
 
 
 def short_repr(value: Any) -> str:
@@ -106,5 +106,5 @@ def users_traceback(error: BaseException) -> str:
     text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
     if len(text) <= MAX_TRACEBACK:
         return text
-    half = MAX_TRACEBACK // 2
-    return f"{text[:half]}\n...\n{text[-half:]}"
+    half_length = MAX_TRACEBACK // 2
+    return f"{text[:half_length]}\n...\n{text[-half_length:]}"

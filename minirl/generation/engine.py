@@ -241,7 +241,7 @@ class Engine:
             self._last_pass = model.shard_group.begin_pass(
                 num_rows, has_tokens=len(tokens) > 0, is_done=is_done
             )
-            if not self._last_pass.any_has_tokens:
+            if not self._last_pass.any_rank_has_tokens:
                 return model.embed_tokens(tokens)
         return model(tokens, layout.positions, layout)
 
@@ -261,23 +261,23 @@ class Engine:
         """Free the finished requests' memory, and the cache memory unless `keeps_cache` is set."""
         # The device may still be running a step that uses the cache.
         self._table.drain_readbacks()
-        self._table.free_memory()
+        self._table.release_memory()
         if not self.keeps_cache:
-            self._cache.free_memory()
+            self._cache.release_memory()
             self._graphs = None
 
     def _prefill(self, admitted: Mapping[PrefixGroup, Sequence[Request]]) -> None:
         """Prefill the new prefixes of admitted requests, packed end to end; sample the next token of each request."""
-        new_groups = [group for group in admitted if group.hidden is None]
-        if new_groups:
-            prefix_rows = [group.row for group in new_groups if group.row is not None]
+        unprefilled_groups = [group for group in admitted if group.hidden is None]
+        if unprefilled_groups:
+            prefix_rows = [group.row for group in unprefilled_groups if group.row is not None]
             layout = self._cache.prefill_layout(prefix_rows)
-            ids = np.concatenate([group.prefix for group in new_groups])
+            ids = np.concatenate([group.prefix for group in unprefilled_groups])
             hidden = self._forward(to_device(ids, self.device), layout)
             self.stats.prefill_tokens += len(ids)
             # Indexing copies the last states. A view would keep all hidden states of the prefill alive.
             last = to_device(layout.lengths.cumsum() - 1, self.device)
-            for group, state in zip(new_groups, hidden[last], strict=True):
+            for group, state in zip(unprefilled_groups, hidden[last], strict=True):
                 group.hidden = state
         rows: list[int] = []
         states: list[Tensor] = []
@@ -304,20 +304,20 @@ class Engine:
         if not chunks:
             return
         rows = np.array(list(chunks))
-        counts = np.array(list(map(len, chunks.values())))
-        ends = cache.blocks.lengths[rows]
-        positions = concatenated_ranges(ends - counts, counts)
-        token_rows = rows.repeat(counts)
+        chunk_lengths = np.array(list(map(len, chunks.values())))
+        end_positions = cache.blocks.lengths[rows]
+        positions = concatenated_ranges(end_positions - chunk_lengths, chunk_lengths)
+        token_rows = rows.repeat(chunk_lengths)
         inputs = cache.begin_step(token_rows, positions)
         tokens, *uploaded = self._to_device(np.concatenate(list(chunks.values())), *inputs)
-        layout = cache.decode_layout(*uploaded, tokens_per_sequence=tuple(counts.tolist()))
+        layout = cache.decode_layout(*uploaded, tokens_per_sequence=tuple(chunk_lengths.tolist()))
         hidden = self._forward(tokens, layout)
         self.stats.prefill_tokens += len(token_rows)
-        is_complete = ends == table.columns["length"][rows]
-        table.appended.extendleft(reversed(rows[~is_complete].tolist()))
-        if is_complete.any():
-            last = to_device(counts.cumsum()[is_complete] - 1, self.device)
-            self._start_requests(rows[is_complete], hidden[last])
+        is_prefilled = end_positions == table.columns["length"][rows]
+        table.appended.extendleft(reversed(rows[~is_prefilled].tolist()))
+        if is_prefilled.any():
+            last_token_indices = to_device(chunk_lengths.cumsum()[is_prefilled] - 1, self.device)
+            self._start_requests(rows[is_prefilled], hidden[last_token_indices])
 
     def _start_requests(self, rows: IntArray, states: Tensor) -> None:
         """Start the requests in these rows [n]: sample their next tokens from the hidden states `states` [n, D]."""
@@ -326,11 +326,11 @@ class Engine:
         device_rows, positions, *sampling_params = self._to_device(
             rows, lengths[rows], *table.columns.sampling_params(rows)
         )
-        sampled = sample(states, self.model.head, positions, sampling_params)
+        sampled_tokens = sample(states, self.model.head, positions, sampling_params)
         self._newest_tokens = padding.pad_rows(self._newest_tokens, len(lengths))
-        self._newest_tokens[device_rows] = sampled[0]
+        self._newest_tokens[device_rows] = sampled_tokens[0]
         table.add_running(rows)
-        table.enqueue_readback(rows, sampled)
+        table.enqueue_readback(rows, sampled_tokens)
 
     def _decode_step(self, rows: IntArray) -> None:
         """Launch one decode step for the requests in these rows [B], padded to a graph's batch size if CUDA graphs are
@@ -340,22 +340,22 @@ class Engine:
         """
         cache = self._cache
         num_requests = len(rows)
-        padded = rows
+        padded_rows = rows
         if self.cuda_graphs:
             batch_size = padding.graph_batch_size(num_requests, self.max_running_requests)
-            num_missing = batch_size - num_requests
-            padded = np.pad(rows, (0, num_missing), constant_values=self._padding_row)
-            self.stats.padding_tokens += num_missing
-        inputs = cache.begin_step(padded, cache.blocks.lengths[padded] - 1)
+            num_padding_rows = batch_size - num_requests
+            padded_rows = np.pad(rows, (0, num_padding_rows), constant_values=self._padding_row)
+            self.stats.padding_tokens += num_padding_rows
+        inputs = cache.begin_step(padded_rows, cache.blocks.lengths[padded_rows] - 1)
         positions, blocks, device_rows, *sampling_inputs = self._to_device(
-            *inputs, *self._table.columns.sampling_params(padded)
+            *inputs, *self._table.columns.sampling_params(padded_rows)
         )
         device_inputs = (self._newest_tokens[device_rows], positions, blocks, device_rows, *sampling_inputs)
         if self.cuda_graphs:
             from minirl.extras.kernels.cuda_graphs import DecodeGraphs
 
-            max_blocks = ceil_div(self.model.config.max_position_embeddings, cache.block_size)
-            self._graphs = self._graphs or DecodeGraphs(max_blocks)
+            max_blocks_per_sequence = ceil_div(self.model.config.max_position_embeddings, cache.block_size)
+            self._graphs = self._graphs or DecodeGraphs(max_blocks_per_sequence)
             sampled = self._graphs.run(self._decode, *device_inputs)
         else:
             sampled = self._decode(*device_inputs)

@@ -32,7 +32,7 @@ from minirl.model.attention import (
     to_device,
 )
 from minirl.model.config import ModelConfig
-from minirl.model.portable_attention import BLOCK, DecodeIndex, index_decode, mask_keys, min_queries
+from minirl.model.portable_attention import BLOCK, DecodeIndex, index_decode, mask_keys, min_invariant_queries
 
 
 class KVCache:
@@ -60,23 +60,23 @@ class KVCache:
 
     @functools.cached_property
     def pool(self) -> CachePool:
-        """The cache memory, allocated on first use and, after `free_memory`, on the next use."""
+        """The cache memory, allocated on first use and, after `release_memory`, on the next use."""
         config = self.config
-        windows = config.attention_windows
-        shape = (len(windows), len(self.blocks.ref_counts), config.num_key_value_heads)
+        attention_windows = config.attention_windows
+        shape = (len(attention_windows), len(self.blocks.ref_counts), config.num_key_value_heads)
         zeros = functools.partial(torch.zeros, dtype=self.dtype, device=self.device)
         # The cache starts with finite values, because the portable kernel also multiplies masked keys and values, and 0
         # x NaN is NaN.
         keys = zeros(*shape, config.head_dim, self.block_size)
         values = zeros(*shape, self.block_size, config.head_dim)
-        states = None
+        recurrent_states = None
         if config.delta_net is not None:
             from minirl.extras.delta_net.states import StateCache
 
             num_rows = self.max_sequences + 1
-            states = StateCache(config.delta_net, num_rows, dtype=self.dtype, device=self.device)
-        layers = dict(zip(windows, zip(keys, values, strict=True), strict=True))
-        return CachePool(keys, values, layers, states)
+            recurrent_states = StateCache(config.delta_net, num_rows, dtype=self.dtype, device=self.device)
+        layer_caches = dict(zip(attention_windows, zip(keys, values, strict=True), strict=True))
+        return CachePool(keys, values, layer_caches, recurrent_states)
 
     @property
     def prefill_chunk_size(self) -> int:
@@ -84,7 +84,7 @@ class KVCache:
         states = self.pool.states
         return self.block_size if states is None else states.chunk_size
 
-    def free_memory(self) -> None:
+    def release_memory(self) -> None:
         """Free the cache memory. No sequence in the cache may be read afterwards."""
         vars(self).pop("pool", None)
 
@@ -158,7 +158,7 @@ class PortableMetadataBuilder:
     def __init__(self, config: ModelConfig, dtype: torch.dtype):
         self._windows = set(config.attention_windows.values())
         groups = config.num_attention_heads // config.num_key_value_heads
-        num_queries = min_queries(config.head_dim, dtype) or 1
+        num_queries = min_invariant_queries(config.head_dim, dtype) or 1
         self._index = functools.partial(
             index_decode,
             num_kv_heads=config.num_key_value_heads,
@@ -174,10 +174,14 @@ class PortableMetadataBuilder:
         """Return the index and the mask for each window size; see `KVCache.decode_layout` for the arguments."""
         num_blocks = positions.numpy()[:, None] // BLOCK + 1
         column = np.arange(num_blocks.max())
-        tables = np.where(column < num_blocks, block_tables.numpy()[:, : len(column)], np.int32(-1))
-        if not np.array_equal(tables, self._tables):
-            self._tables = tables
-            self._indices = {window: self._index(tables, window=window) for window in self._windows}
+        trimmed_block_tables = np.where(
+            column < num_blocks, block_tables.numpy()[:, : len(column)], np.int32(-1)
+        )
+        if not np.array_equal(trimmed_block_tables, self._tables):
+            self._tables = trimmed_block_tables
+            self._indices = {
+                window: self._index(trimmed_block_tables, window=window) for window in self._windows
+            }
         # All heads share the mask.
         return {
             window: (index, mask_keys(index.keys, positions[:, None], window)[:, None])

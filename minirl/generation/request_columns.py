@@ -50,10 +50,10 @@ class RequestColumns:
 
         If any of these requests uses truncated sampling, also return top_k, int64 [n], and top_p, fp64 [n].
         """
-        names = ["key", "temperature"]
+        column_names = ["key", "temperature"]
         if self["top_k"][rows].any() and self["temperature"][rows].any():
-            names += ["top_k", "top_p"]
-        return [self[name][rows] for name in names]
+            column_names += ["top_k", "top_p"]
+        return [self[name][rows] for name in column_names]
 
     def put_request(self, row: int, request: Request) -> None:
         """Store a request and its tokens so far in this row."""

@@ -106,7 +106,7 @@ class RequestTable:
         self._num_rows = max_running + 2
         self.columns = RequestColumns(self._num_rows)
 
-    def free_memory(self) -> None:
+    def release_memory(self) -> None:
         """Drop the stored tokens and the stop-token ids of finished requests."""
         self.columns = RequestColumns(self._num_rows)
 
@@ -167,26 +167,28 @@ class RequestTable:
         self.lacks_blocks = False
         if not self.queue:
             return admitted
-        num_active = len(self.running) + len(self.appended)
-        while num_active == self.num_slots == 0:
+        num_active_requests = len(self.running) + len(self.appended)
+        while num_active_requests == self.num_slots == 0:
             self._evict()
         num_prefill_tokens = 0
         # Number of free blocks that admitted requests may soon need for new tokens and for copies of partial blocks.
-        num_reserved = self._num_headroom_blocks() if num_active or self.parked else 0
-        while self.queue and num_active < self.num_slots:
+        num_reserved_blocks = self._num_headroom_blocks() if num_active_requests or self.parked else 0
+        while self.queue and num_active_requests < self.num_slots:
             group = self.queue[0]
-            length = len(group.prefix)
-            num_new_tokens = length if group.row is None else 0
+            prefix_length = len(group.prefix)
+            num_new_tokens = prefix_length if group.row is None else 0
             if admitted and num_prefill_tokens + num_new_tokens > self.max_prefill_tokens:
                 break
             request = group.requests[0]
-            num_remaining = request.max_new_tokens - len(request.sampled)
-            num_blocks = self._blocks.num_new_blocks(length, min(self.headroom_tokens, num_remaining - 1))
-            if len(group.requests) > 1 and length % self._blocks.block_size != 0:
-                num_blocks += 1
+            num_remaining_tokens = request.max_new_tokens - len(request.sampled)
+            num_needed_blocks = self._blocks.num_new_blocks(
+                prefix_length, min(self.headroom_tokens, num_remaining_tokens - 1)
+            )
+            if len(group.requests) > 1 and prefix_length % self._blocks.block_size != 0:
+                num_needed_blocks += 1
             num_prefix_blocks = ceil_div(num_new_tokens, self._blocks.block_size)
-            has_room = len(self._blocks.free) >= num_prefix_blocks + num_reserved + num_blocks
-            if not has_room and num_active > 0:
+            has_room = len(self._blocks.free) >= num_prefix_blocks + num_reserved_blocks + num_needed_blocks
+            if not has_room and num_active_requests > 0:
                 self.lacks_blocks = True
                 break
             while len(self._blocks.free) < num_prefix_blocks:
@@ -195,11 +197,11 @@ class RequestTable:
                 has_evicted = self._evict()
                 assert has_evicted, "a request was submitted that exceeds the cache"
             if group.row is None:
-                group.row = self._blocks.add(length)
-                num_prefill_tokens += length
+                group.row = self._blocks.add(prefix_length)
+                num_prefill_tokens += prefix_length
             admitted.setdefault(group, []).append(group.requests.popleft())
-            num_active += 1
-            num_reserved += num_blocks
+            num_active_requests += 1
+            num_reserved_blocks += num_needed_blocks
             if not group.requests:
                 self.queue.popleft()
             elif not has_room:
@@ -267,12 +269,12 @@ class RequestTable:
         request is preempted if no block is free for its chunk.
         """
         chunks: dict[int, IntArray] = {}
-        max_tokens = self.max_prefill_tokens
-        while self.appended and len(self.running) + len(chunks) < self.max_running and max_tokens > 0:
+        token_budget = self.max_prefill_tokens
+        while self.appended and len(self.running) + len(chunks) < self.max_running and token_budget > 0:
             row = self.appended.popleft()
             length = int(self._blocks.lengths[row])
             num_remaining = self.cache.prefill_chunk_size - length % self.cache.prefill_chunk_size
-            ids = self.columns.tokens(row, length)["id"][: min(max_tokens, num_remaining)]
+            ids = self.columns.tokens(row, length)["id"][: min(token_budget, num_remaining)]
             rows = np.array([row])
             while not self._blocks.can_extend(rows):
                 if not self._evict():
@@ -282,7 +284,7 @@ class RequestTable:
                 self._blocks.extend(rows)
                 self._blocks.lengths[row] = length + len(ids)
                 chunks[row] = ids
-                max_tokens -= len(ids)
+                token_budget -= len(ids)
         return chunks
 
     def enqueue_readback(self, rows: IntArray, sampled: Tensor) -> None:
@@ -298,10 +300,12 @@ class RequestTable:
         finished: list[SampledSequence] = []
         while len(self._readbacks) > num_unread:
             readback = self._readbacks.popleft()
-            reasons = self.columns.append_tokens(*readback.read())
-            if reasons:
-                finished += [self.columns.finished_sequence(row, reason) for row, reason in reasons.items()]
-                self._end_turns(np.array(list(reasons)))
+            finish_reasons = self.columns.append_tokens(*readback.read())
+            if finish_reasons:
+                finished += [
+                    self.columns.finished_sequence(row, reason) for row, reason in finish_reasons.items()
+                ]
+                self._end_turns(np.array(list(finish_reasons)))
         return finished
 
     def release(self, rollout_id: RolloutId) -> None:

@@ -53,8 +53,8 @@ def _splitmix64(x: Number) -> Number:
 
 def _shift_right(x: Number, bits: int) -> Number:
     """Logically shift the lowest 64 bits of x right by masking off the bits shifted in from the left."""
-    kept_bits = (1 << (64 - bits)) - 1
-    return (x >> bits) & kept_bits
+    bit_mask = (1 << (64 - bits)) - 1
+    return (x >> bits) & bit_mask
 
 
 def request_key(seed: int, *, purpose: str, prompt_ordinal: int, sample: int, branch: int = 0) -> int:
@@ -75,9 +75,9 @@ def request_key(seed: int, *, purpose: str, prompt_ordinal: int, sample: int, br
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """Return uniform random numbers, fp64 [B], in [0, 1) for int64 `keys` [B] and token `positions` [B]."""
-    bits = _splitmix64(_splitmix64(keys) + positions)
+    random_bits = _splitmix64(_splitmix64(keys) + positions)
     # A double represents 53 bits exactly, so the upper 53 of the 64 bits become a multiple of 2^-53.
-    upper_bits = _shift_right(bits, 11)
+    upper_bits = _shift_right(random_bits, 11)
     return upper_bits.double() * 2.0**-53
 
 
@@ -92,10 +92,12 @@ def inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
     # Search in two levels: first find the block of CDF_BLOCK tokens that contains the target, then the token in that
     # block. A cumulative sum over the whole vocabulary would need a second fp64 tensor [B, V]. The uniform number is
     # scaled by the sum of all probabilities, which is not exactly 1 because of rounding.
-    num_missing = -vocab_size % CDF_BLOCK
-    padded = logprobs.new_full((batch_size, vocab_size + num_missing), -torch.inf, dtype=torch.float64)
-    padded[:, :vocab_size] = logprobs
-    probs = padded.exp_().view(batch_size, -1, CDF_BLOCK)
+    num_padding = -vocab_size % CDF_BLOCK
+    padded_logprobs = logprobs.new_full(
+        (batch_size, vocab_size + num_padding), -torch.inf, dtype=torch.float64
+    )
+    padded_logprobs[:, :vocab_size] = logprobs
+    probs = padded_logprobs.exp_().view(batch_size, -1, CDF_BLOCK)
     block_ends = probs.sum(-1).cumsum(-1)  # the cdf at the end of each block, [B, V / CDF_BLOCK]
     target = uniform[:, None] * block_ends[:, -1:]
     block = _first_index_above(block_ends, target)
@@ -105,10 +107,10 @@ def inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
     cdf = probs[row, block[:, 0]].cumsum(-1)
     # The two levels round differently, so the target may lie beyond the end of its block. In that case, take the
     # block's last token with nonzero probability, at which the block's CDF first reaches its final value.
-    block_total = cdf[:, -1:].contiguous()
-    last_possible = torch.searchsorted(cdf, block_total)
-    first_above = _first_index_above(cdf, target_in_block)
-    index_in_block = torch.minimum(first_above, last_possible)
+    block_prob = cdf[:, -1:].contiguous()
+    last_possible_index = torch.searchsorted(cdf, block_prob)
+    first_index_above = _first_index_above(cdf, target_in_block)
+    index_in_block = torch.minimum(first_index_above, last_possible_index)
     token = block * CDF_BLOCK + index_in_block
     return token[:, 0].clamp_(max=vocab_size - 1)
 
@@ -153,16 +155,16 @@ def sample(
         logits = chunk_logits(hidden, head, divisor)
     if truncation:
         truncate(logits, temperature, *truncation)
-    chunk_totals = None
+    chunk_logsumexps = None
     if is_on_cpu and logits.shape[1] > vocab_chunk:
         logit_chunks = logits.split(vocab_chunk, -1)
-        chunk_totals = torch.stack([chunk.contiguous().logsumexp(-1) for chunk in logit_chunks], -1)
-    logprobs = log_softmax(logits, chunk_totals)
+        chunk_logsumexps = torch.stack([chunk.contiguous().logsumexp(-1) for chunk in logit_chunks], -1)
+    logprobs = log_softmax(logits, chunk_logsumexps)
     tokens = inverse_cdf(logprobs, uniform)
     is_greedy = temperature == 0
     if not is_on_cpu or is_greedy.any():  # on CUDA, this check would make the host wait
-        most_likely = logits.argmax(-1)
-        tokens = torch.where(is_greedy, most_likely, tokens)
+        greedy_tokens = logits.argmax(-1)
+        tokens = torch.where(is_greedy, greedy_tokens, tokens)
     token_logprobs = logprobs.gather(1, tokens[:, None])[:, 0]
     return torch.stack([tokens.int(), token_logprobs.float().view(torch.int32)])
 
@@ -173,13 +175,13 @@ def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) 
     Modifies the logits in place. The logits are fp32 [B, V] and already divided by the temperature. top_k and top_p [B]
     are `Truncation` fields. A row with top_k 0 or temperature 0 keeps all tokens.
     """
-    width = min(MAX_TOP_K, logits.shape[1])
-    top_logits, ids = logits.topk(width)
-    is_kept = torch.arange(width, device=logits.device) < top_k[:, None]
+    num_top_logits = min(MAX_TOP_K, logits.shape[1])
+    top_logits, ids = logits.topk(num_top_logits)
+    is_kept = torch.arange(num_top_logits, device=logits.device) < top_k[:, None]
     probs = top_logits.double().masked_fill(~is_kept, -torch.inf).softmax(-1)
-    prob_before = probs.cumsum(-1) - probs
+    cum_prob_before = probs.cumsum(-1) - probs
     # With top_p 1, keep all tokens, even a token whose preceding cumulative probability rounds to 1.
-    is_kept &= (prob_before < top_p[:, None]) | (top_p[:, None] == 1)
+    is_kept &= (cum_prob_before < top_p[:, None]) | (top_p[:, None] == 1)
     is_removed = torch.ones_like(logits, dtype=torch.bool).scatter_(1, ids, ~is_kept)
     is_removed &= ((top_k > 0) & (temperature > 0))[:, None]
     logits.masked_fill_(is_removed, -torch.inf)

@@ -111,8 +111,8 @@ def read_adapters(folder: Path) -> SavedAdapters:
     adapters = SavedAdapters(folder / WEIGHTS_FILE, rank, alpha)
     with open_tensors(adapters.path) as file:
         for name in sorted(file.keys()):
-            layer = name.removeprefix(_PREFIX).removesuffix(".weight")
-            adapters.tensors[re.sub(_VISION_MODEL_PREFIX, "model.", layer)] = file.get_tensor(name)
+            module_name = name.removeprefix(_PREFIX).removesuffix(".weight")
+            adapters.tensors[re.sub(_VISION_MODEL_PREFIX, "model.", module_name)] = file.get_tensor(name)
     return adapters
 
 
@@ -125,24 +125,24 @@ def peft_config(
     Hub id.
     """
     assert config.adapters is not None
-    targets = dict.fromkeys(name.split(".")[-2] for name in names if is_adapter(name))
+    adapted_modules = dict.fromkeys(name.split(".")[-2] for name in names if is_adapter(name))
     # PEFT treats modules with certain names as experts, because the transformers library stacks expert weights.
     expert_names = _EXPERT_PROJECTIONS if config.hf_backend is not None and "expert" in str(raw) else ()
-    modules = [name for name in targets if name not in expert_names]
+    target_modules = [name for name in adapted_modules if name not in expert_names]
     # Match only the language model, because layers of the vision encoder may have the same names.
-    language_model_pattern = rf"model\.(language_model\.)?layers\..*\.({'|'.join(modules)})"
-    has_score = "score.weight" in names
+    language_model_pattern = rf"model\.(language_model\.)?layers\..*\.({'|'.join(target_modules)})"
+    has_score_head = "score.weight" in names
     return {
         "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if has_score else "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if has_score_head else "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": config.adapters.rank,
         "lora_alpha": config.adapters.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": language_model_pattern if config.weight_prefix != "model." else modules,
-        "target_parameters": [f"{name}.weight" for name in targets if name in expert_names] or None,
-        "modules_to_save": ["score"] if has_score else None,
+        "target_modules": language_model_pattern if config.weight_prefix != "model." else target_modules,
+        "target_parameters": [f"{name}.weight" for name in adapted_modules if name in expert_names] or None,
+        "modules_to_save": ["score"] if has_score_head else None,
         "inference_mode": True,
     }
 

@@ -68,10 +68,10 @@ def decode_kernel_for(device: torch.device) -> str:
 
 def to_device(x: Tensor | np.ndarray, device: torch.device) -> Tensor:
     """Copy a host tensor or array to `device`; for CUDA, pin its memory first, so the copy does not block the host."""
-    host = torch.as_tensor(x)
+    host_tensor = torch.as_tensor(x)
     if device.type == "cuda":
-        return host.pin_memory().to(device, non_blocking=True)
-    return host.to(device)
+        return host_tensor.pin_memory().to(device, non_blocking=True)
+    return host_tensor.to(device)
 
 
 def concatenated_ranges(starts: ArrayLike, lengths: ArrayLike) -> np.ndarray:
@@ -79,10 +79,10 @@ def concatenated_ranges(starts: ArrayLike, lengths: ArrayLike) -> np.ndarray:
 
     starts, lengths: integers [n], as arrays or lists; `starts` may be a single integer for all ranges.
     """
-    counts = np.asarray(lengths, np.int64)
+    range_lengths = np.asarray(lengths, np.int64)
     # Each range is a slice of one long np.arange plus a constant shift.
-    shifts = np.asarray(starts, np.int64) + counts - counts.cumsum()
-    return np.arange(counts.sum()) + shifts.repeat(counts)
+    shifts = np.asarray(starts, np.int64) + range_lengths - range_lengths.cumsum()
+    return np.arange(range_lengths.sum()) + shifts.repeat(range_lengths)
 
 
 class CachePool(NamedTuple):
@@ -133,15 +133,15 @@ class SlotMapping(NamedTuple):
 class _Memo:
     """Caches values derived from a layout, such as the indices that all layers of a forward pass share."""
 
-    def derive(self, make: Callable[..., Derived], *args: Hashable) -> Derived:
+    def memoize(self, make: Callable[..., Derived], *args: Hashable) -> Derived:
         """Return make(self, *args), computed only once per set of arguments."""
         key = (make, *args)
-        if key not in self._derived:
-            self._derived[key] = make(self, *args)
-        return self._derived[key]
+        if key not in self._memo:
+            self._memo[key] = make(self, *args)
+        return self._memo[key]
 
     @functools.cached_property
-    def _derived(self) -> dict[Hashable, Any]:
+    def _memo(self) -> dict[Hashable, Any]:
         return {}
 
 
@@ -187,7 +187,7 @@ class PackedLayout(_Memo):
         return np.array([sequence.num_shared for sequence in self.sequences], np.int64)
 
     @property
-    def num_computed(self) -> np.ndarray:
+    def query_lengths(self) -> np.ndarray:
         """Number of tokens that each sequence does not share with its parent, int64 [N]."""
         return self.lengths - self.num_shared
 
@@ -199,20 +199,20 @@ class PackedLayout(_Memo):
     @functools.cached_property
     def cu_queries(self) -> Tensor:
         """Cumulative query counts: where each sequence starts among the T' computed tokens, and T'; int32 [N + 1]."""
-        return self._cumulative_lengths(self.num_computed)
+        return self._cumulative_lengths(self.query_lengths)
 
     @functools.cached_property
     def hidden_state_rows(self) -> list[np.ndarray]:
         """For each sequence, the indices of its tokens in the model's hidden states, int64 [length], on the host."""
         rows: list[np.ndarray] = []
-        num_hidden = 0
+        num_hidden_states = 0
         for length, parent, num_shared in self.sequences:
-            end = num_hidden + length - num_shared
-            row = np.arange(num_hidden, end)
+            end = num_hidden_states + length - num_shared
+            sequence_rows = np.arange(num_hidden_states, end)
             if parent is not None:
-                row = np.concatenate([rows[parent][:num_shared], row])
-            rows.append(row)
-            num_hidden = end
+                sequence_rows = np.concatenate([rows[parent][:num_shared], sequence_rows])
+            rows.append(sequence_rows)
+            num_hidden_states = end
         return rows
 
     @functools.cached_property
@@ -223,13 +223,13 @@ class PackedLayout(_Memo):
     @functools.cached_property
     def computed_tokens(self) -> Tensor:
         """Index of each computed token among the packed tokens, int64 [T']."""
-        first_tokens = self.lengths.cumsum() - self.num_computed
-        return to_device(concatenated_ranges(first_tokens, self.num_computed), self.device)
+        first_computed_index = self.lengths.cumsum() - self.query_lengths
+        return to_device(concatenated_ranges(first_computed_index, self.query_lengths), self.device)
 
     @functools.cached_property
     def positions(self) -> Tensor:
         """Position of each computed token in its sequence, int64 [T']."""
-        return to_device(concatenated_ranges(self.num_shared, self.num_computed), self.device)
+        return to_device(concatenated_ranges(self.num_shared, self.query_lengths), self.device)
 
     def _cumulative_lengths(self, lengths: np.ndarray) -> Tensor:
         return to_device(np.append(0, lengths.cumsum()).astype(np.int32), self.device)
@@ -271,7 +271,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, windo
     kernel = kernel_for(q.device, q.dtype, q.shape[-1])
     if kernel != "portable":
         return _attend_varlen(q, k, v, layout, window, kernel)
-    index = layout.derive(_portable_index, window, k.shape[1])
+    index = layout.memoize(_portable_index, window, k.shape[1])
     return portable_attention.attend_packed(q, k, v, index)
 
 
@@ -306,7 +306,7 @@ def _attend_varlen(
             groups = q.shape[1] // k.shape[1]
             k = k.repeat_interleave(groups, 1)
             v = v.repeat_interleave(groups, 1)
-    max_lengths = int(layout.num_computed.max()), int(layout.lengths.max())
+    max_lengths = int(layout.query_lengths.max()), int(layout.lengths.max())
     return attend_sequences(q, k, v, layout.cu_queries, layout.cu_seqlens, *max_lengths, **kernel_options)
 
 

@@ -5,9 +5,9 @@ equal only if every matmul gives bitwise-identical results for a row in any batc
 by shape. Therefore, on the CPU, each rank runs on one thread (`ranks.process_group.start`), every matmul has at least
 MIN_COLUMNS columns, and bf16 operands are multiplied in fp32 if the CPU has no bf16 instructions (`matmul_dtype`).
 Everything else is measured on this machine, once per shape and dtype: `matmul_form` returns the number of rows to pad
-to, or the size of the tiles to split into. `is_batch_invariant` and, for attention, `portable_attention.min_queries`
-report whether the results are batch-invariant on this machine. Norms and elementwise functions are already
-batch-invariant.
+to, or the size of the tiles to split into. `is_batch_invariant` and, for attention,
+`portable_attention.min_invariant_queries` report whether the results are batch-invariant on this machine. Norms and
+elementwise functions are already batch-invariant.
 
 On CUDA, matmuls are not made batch-invariant. Instead, every training step measures the gap between sampling and
 scoring logprobs.
@@ -195,10 +195,10 @@ def _matmul_in_form(
 def activate(x: Tensor, function: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
     """Apply an elementwise function to x [T, width]. Padding lets the vectorized kernel compute every element."""
     width = x.shape[1]
-    missing = -width % VECTOR_WIDTH
-    if missing == 0:
+    num_padding = -width % VECTOR_WIDTH
+    if num_padding == 0:
         return function(x)
-    padded = F.pad(x, (0, missing))
+    padded = F.pad(x, (0, num_padding))
     return function(padded)[:, :width]
 
 
@@ -216,13 +216,13 @@ def mm_fp32_out(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.mm(a.to(upcast_dtype), b.to(upcast_dtype))
     # torch.mm has no out_dtype on the CPU. An fp32 matmul that may round its operands to bf16 gives the same result at
     # bf16 speed.
-    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    saved_precision = matmul.fp32_precision
-    matmul.fp32_precision = "bf16"
+    mkldnn_matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    saved_precision = mkldnn_matmul.fp32_precision
+    mkldnn_matmul.fp32_precision = "bf16"
     try:
         return torch.mm(a.to(upcast_dtype), b.to(upcast_dtype))
     finally:
-        matmul.fp32_precision = saved_precision
+        mkldnn_matmul.fp32_precision = saved_precision
 
 
 def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -248,18 +248,23 @@ def matmul_form(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool 
     if torch.get_num_threads() > 1:
         return INEXACT
     num_columns = max(MIN_COLUMNS, min(num_out, MAX_PROBED_WEIGHT // num_in))
-    period = PROBE_PERIOD if num_in >= 8 else PROBE_PERIOD_SHORT_SUMS
-    (x,), (weight,) = cancelling_operands(1, period, num_in, num_columns, dtype)
+    num_distinct_rows = PROBE_PERIOD if num_in >= 8 else PROBE_PERIOD_SHORT_SUMS
+    (x,), (weight,) = cancelling_operands(1, num_distinct_rows, num_in, num_columns, dtype)
     product = _head_matmul if is_head else F.linear
-    row_counts = [rows for rows in PROBED_ROWS if rows <= 513 or rows * weight.numel() <= MAX_PROBED_WORK]
-    num_repeats = -(-row_counts[-1] // period)
-    rows = x.repeat(num_repeats, 1)
+    row_counts = [
+        repeated_x
+        for repeated_x in PROBED_ROWS
+        if repeated_x <= 513 or repeated_x * weight.numel() <= MAX_PROBED_WORK
+    ]
+    num_repeats = -(-row_counts[-1] // num_distinct_rows)
+    repeated_x = x.repeat(num_repeats, 1)
     # For small row counts, test several slices, so that the slices cover every distinct row.
-    slices = [slice(i, i + n) for n in row_counts for i in range(0, max(1, period - n + 1), n)]
+    slices = [slice(i, i + n) for n in row_counts for i in range(0, max(1, num_distinct_rows - n + 1), n)]
     for form in FORMS:
         expected = _matmul_in_form(product, x, weight, form).repeat(num_repeats, 1)
         if all(
-            torch.equal(_matmul_in_form(product, rows[part], weight, form), expected[part]) for part in slices
+            torch.equal(_matmul_in_form(product, repeated_x[part], weight, form), expected[part])
+            for part in slices
         ):
             return form
     return INEXACT
@@ -270,9 +275,11 @@ def _column_shards_match(num_in: int, num_out: int, dtype: torch.dtype, num_part
     num_columns = min(num_out, MAX_PROBED_WEIGHT // num_in)
     (x,), (weight,) = cancelling_operands(1, 128, num_in, num_columns, dtype)
     x, weight = x.to(dtype), weight.to(dtype)
-    parts = weight.split(-(-num_columns // num_parts))
+    weight_shards = weight.split(-(-num_columns // num_parts))
     return all(
-        torch.equal(torch.cat([linear(x[:rows], part) for part in parts], 1), linear(x[:rows], weight))
+        torch.equal(
+            torch.cat([linear(x[:rows], part) for part in weight_shards], 1), linear(x[:rows], weight)
+        )
         for rows in (1, 16, 33, 128)
     )
 
@@ -312,14 +319,14 @@ def cancelling_operands(
     exact sum in any order. The operands are in `matmul_dtype(dtype)`.
     """
     generator = torch.Generator().manual_seed(0)
-    half = num_in // 2
-    permutation = torch.randperm(half, generator=generator)
-    magnitudes = torch.exp2(torch.randint(-9, 10, (half,), generator=generator).float())
-    x = torch.randn(n, num_rows, half, generator=generator) * magnitudes
-    y = torch.randn(n, num_out, half, generator=generator)
+    num_pairs = num_in // 2
+    permutation = torch.randperm(num_pairs, generator=generator)
+    magnitudes = torch.exp2(torch.randint(-9, 10, (num_pairs,), generator=generator).float())
+    x = torch.randn(n, num_rows, num_pairs, generator=generator) * magnitudes
+    y = torch.randn(n, num_out, num_pairs, generator=generator)
     # If num_in is odd, the unpaired term is so small that it is lost unless it is added last.
-    odd_x = torch.randn(n, num_rows, num_in % 2, generator=generator) / 4096
-    odd_y = torch.randn(n, num_out, num_in % 2, generator=generator)
-    x = torch.cat([x, -x[..., permutation], odd_x], -1)
-    y = torch.cat([y, y[..., permutation], odd_y], -1)
+    unpaired_x = torch.randn(n, num_rows, num_in % 2, generator=generator) / 4096
+    unpaired_y = torch.randn(n, num_out, num_in % 2, generator=generator)
+    x = torch.cat([x, -x[..., permutation], unpaired_x], -1)
+    y = torch.cat([y, y[..., permutation], unpaired_y], -1)
     return x.to(matmul_dtype(dtype)), y.to(matmul_dtype(dtype))

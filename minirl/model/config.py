@@ -118,5 +118,7 @@ class ModelConfig:
     @property
     def attention_windows(self) -> dict[int, int | None]:
         """Each attention layer's window size, keyed by layer index."""
-        delta_layers = self.delta_net.layers if self.delta_net else ()
-        return {layer: window for layer, window in enumerate(self.layer_windows) if layer not in delta_layers}
+        delta_net_layers = self.delta_net.layers if self.delta_net else ()
+        return {
+            layer: window for layer, window in enumerate(self.layer_windows) if layer not in delta_net_layers
+        }

@@ -130,9 +130,9 @@ def read_config(folder: Path, *, scalar_head: bool | None = None) -> ModelConfig
         raise InputError(f"{folder}: {reason}") from None
     if scalar_head not in (None, config.scalar_head):
         model_kinds = {True: "a sequence classifier (reward model)", False: "a language model"}
-        found = model_kinds[config.scalar_head]
-        expected = model_kinds[not config.scalar_head]
-        raise InputError(f"{folder}: config.json describes {found}; expected {expected}")
+        found_kind = model_kinds[config.scalar_head]
+        expected_kind = model_kinds[not config.scalar_head]
+        raise InputError(f"{folder}: config.json describes {found_kind}; expected {expected_kind}")
     return config
 
 
@@ -190,13 +190,13 @@ def _text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     text_config = raw.get("text_config")
     if not isinstance(text_config, dict) or text_config.get("model_type") != vision_model.text_type:
         raise InputError(f"config.json: text_config must have model_type {vision_model.text_type!r}")
-    tied = transformers_config(text_config).tie_word_embeddings
+    tie_word_embeddings = transformers_config(text_config).tie_word_embeddings
     refuse(
-        raw.get("tie_word_embeddings", tied) != tied,
+        raw.get("tie_word_embeddings", tie_word_embeddings) != tie_word_embeddings,
         "config.json: tie_word_embeddings differs between the top level and text_config; set both to the same value",
     )
-    unsupported = {key: raw[key] for key in raw.keys() & _UNSUPPORTED_KEYS}
-    return unsupported | {key: value for key, value in text_config.items() if key != "architectures"}
+    unsupported_keys = {key: raw[key] for key in raw.keys() & _UNSUPPORTED_KEYS}
+    return unsupported_keys | {key: value for key, value in text_config.items() if key != "architectures"}
 
 
 def scalar_config(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,13 +231,13 @@ def _head_dim(keys: Mapping[str, Any]) -> int:
     Raises InputError if the head dimension is odd, or if the number of query heads is not a multiple of the number of
     KV heads.
     """
-    heads = keys["num_attention_heads"]
+    num_heads = keys["num_attention_heads"]
     kv_heads = keys["num_key_value_heads"]
     refuse(
-        heads % kv_heads,
-        f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}",
+        num_heads % kv_heads,
+        f"config.json: num_attention_heads={num_heads} is not a multiple of num_key_value_heads={kv_heads}",
     )
-    head_dim: int = keys.get("head_dim") or keys["hidden_size"] // heads
+    head_dim: int = keys.get("head_dim") or keys["hidden_size"] // num_heads
     refuse(head_dim % 2, f"config.json: head_dim={head_dim} is odd; RoPE needs an even number")
     return head_dim
 
@@ -283,8 +283,8 @@ def _layer_ropes(
     if "no_rope_layers" not in keys:
         return tuple(ropes[layer_type] for layer_type in layer_types)
     # In `no_rope_layers`, 0 marks a layer without RoPE.
-    pairs = zip(layer_types, keys["no_rope_layers"], strict=True)
-    return tuple(ropes[layer_type] if has_rope else Rope(()) for layer_type, has_rope in pairs)
+    layer_specs = zip(layer_types, keys["no_rope_layers"], strict=True)
+    return tuple(ropes[layer_type] if has_rope else Rope(()) for layer_type, has_rope in layer_specs)
 
 
 def _make_rope(config: Any, layer_type: str, head_dim: int) -> Rope:
@@ -303,8 +303,8 @@ def _make_rope(config: Any, layer_type: str, head_dim: int) -> Rope:
     )
     try:
         if name == "default":
-            size = int(head_dim * rope.get("partial_rotary_factor", 1.0))
-            exponent = torch.arange(0, size, 2, dtype=torch.float32) / size
+            rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+            exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
             frequencies, attention_factor = 1.0 / rope["rope_theta"] ** exponent, 1.0
         else:
             frequencies, attention_factor = ROPE_INIT_FUNCTIONS[name](config, "cpu", layer_type=per_type_key)

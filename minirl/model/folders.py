@@ -39,9 +39,9 @@ def resolve_folder(model: str, *, flag: str = "--model", with_weights: bool = Tr
     )
     from huggingface_hub import snapshot_download
 
-    patterns = [*_DOWNLOADED_FILES, "*.safetensors"] if with_weights else _DOWNLOADED_FILES
+    allow_patterns = [*_DOWNLOADED_FILES, "*.safetensors"] if with_weights else _DOWNLOADED_FILES
     try:
-        snapshot = Path(snapshot_download(model, allow_patterns=patterns))
+        snapshot = Path(snapshot_download(model, allow_patterns=allow_patterns))
     except (OSError, ValueError) as error:
         raise InputError(
             f"{flag} {model}: neither a local folder nor available from the Hub ({error})"

@@ -19,8 +19,8 @@ MIN_WIDTH = 512  # minimum chunk width on CUDA, regardless of the number of toke
 
 def chunk_width(num_tokens: int, vocab_size: int) -> int:
     """Return the width of a vocabulary chunk on CUDA: a multiple of MIN_WIDTH, or the whole vocabulary."""
-    widest = MAX_LOGITS // max(1, num_tokens)
-    return min(vocab_size, max(1, widest // MIN_WIDTH) * MIN_WIDTH)
+    max_width = MAX_LOGITS // max(1, num_tokens)
+    return min(vocab_size, max(1, max_width // MIN_WIDTH) * MIN_WIDTH)
 
 
 def chunk_logits(hidden: Tensor, head: Tensor, divisor: Tensor) -> Tensor:

@@ -13,10 +13,10 @@ GRAPH_STEP = 64
 
 def pad_rows(x: Tensor, num_rows: int) -> Tensor:
     """Append rows of zeros to x [T, ...] until x has `num_rows` rows; return a longer x unchanged."""
-    num_missing = num_rows - len(x)
-    if num_missing <= 0:
+    num_padding_rows = num_rows - len(x)
+    if num_padding_rows <= 0:
         return x
-    return F.pad(x, (0, 0) * (x.ndim - 1) + (0, num_missing))
+    return F.pad(x, (0, 0) * (x.ndim - 1) + (0, num_padding_rows))
 
 
 def graph_batch_size(num_requests: int, max_requests: int) -> int:

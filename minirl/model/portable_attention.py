@@ -38,12 +38,12 @@ BLOCK = 32
 COPY_FACTOR = 1.5
 # Query block sizes, in tokens, for packed sequences. Each block has the smallest size that fits its queries.
 QUERY_BLOCK_SIZES = (16, 32, 64)
-# Row counts that `min_queries` tries.
+# Row counts that `min_invariant_queries` tries.
 PROBED_ROWS = (*range(1, 18), 24, 31, 32, 33, 48, 63, 64, 96, 112, 128)
 
 
 @batch_invariance.measured
-def min_queries(head_dim: int, dtype: torch.dtype) -> int | None:
+def min_invariant_queries(head_dim: int, dtype: torch.dtype) -> int | None:
     """Return the smallest number of queries that `decode` may multiply by a key block on this machine's CPU.
 
     Measures matmuls laid out as in `decode` and `attend_packed`: with at least this many rows, each row is bitwise
@@ -55,9 +55,9 @@ def min_queries(head_dim: int, dtype: torch.dtype) -> int | None:
     # Probabilities and values span two key blocks, but only the second block takes part in the matmul.
     probs = F.pad(probs, (BLOCK, 0))
     v = F.pad(v.transpose(1, 2), (0, 0, BLOCK, 0))
-    mismatched = [rows for rows in PROBED_ROWS if not _rows_match_bitwise(q, k, probs, v, rows)]
-    max_mismatched = max(mismatched, default=0)
-    return next((rows for rows in (1, 2, 4, 8, 16) if rows > max_mismatched), None)
+    mismatched_row_counts = [rows for rows in PROBED_ROWS if not _rows_match_bitwise(q, k, probs, v, rows)]
+    max_mismatched_rows = max(mismatched_row_counts, default=0)
+    return next((rows for rows in (1, 2, 4, 8, 16) if rows > max_mismatched_rows), None)
 
 
 def _rows_match_bitwise(
@@ -82,14 +82,14 @@ def _rows_match_bitwise(
             rows = slice(start, start + num_rows)
             row_q, row_probs = q[:n, rows].contiguous(), probs[:n, rows].contiguous()
             # The operands of each matmul, and the full product with the rows that the result should match.
-            products = [
+            product_cases = [
                 (row_q, cached_k[:n], scores[..., BLOCK:]),
                 (row_probs[..., BLOCK:].contiguous(), cached_v[:n], out),
             ]
             if num_rows >= QUERY_BLOCK_SIZES[0]:
-                products.append((row_q, k[:n].transpose(1, 2), scores))
-                products.append((row_probs[..., BLOCK:], v[:n, BLOCK:], out))
-            if not all(torch.equal(torch.bmm(x, y), expected[:n, rows]) for x, y, expected in products):
+                product_cases.append((row_q, k[:n].transpose(1, 2), scores))
+                product_cases.append((row_probs[..., BLOCK:], v[:n, BLOCK:], out))
+            if not all(torch.equal(torch.bmm(x, y), expected[:n, rows]) for x, y, expected in product_cases):
                 return False
     return True
 
@@ -158,22 +158,22 @@ def index_packed(
         # Beyond the end of a sequence, repeat the last query, because the softmax of a query without keys would be NaN.
         query = query.minimum(end - 1)
 
-        key = first_key + torch.arange(num_key_blocks * BLOCK)  # [n, keys]
-        mask = mask_keys(key[:, None], query[:, :, None], window)  # [n, R, keys]
+        key_positions = first_key + torch.arange(num_key_blocks * BLOCK)  # [n, keys]
+        mask = mask_keys(key_positions[:, None], query[:, :, None], window)  # [n, R, keys]
         # Beyond the end of a sequence, use the sequence's first key. Another sequence's key could be NaN, and masked
         # keys are still multiplied.
-        key = key.where(key < end, 0)
+        key_positions = key_positions.where(key_positions < end, 0)
 
-        hidden_queries = hidden_index[stream_start + query]
-        hidden_keys = hidden_index[stream_start + key]
-        blocks = _QueryBlocks(
-            queries=_head_rows(hidden_queries, num_kv_heads).to(device),
-            keys=_head_rows(hidden_keys, num_kv_heads).to(device),
+        query_hidden_index = hidden_index[stream_start + query]
+        key_hidden_index = hidden_index[stream_start + key_positions]
+        block_batch = _QueryBlocks(
+            queries=_head_rows(query_hidden_index, num_kv_heads).to(device),
+            keys=_head_rows(key_hidden_index, num_kv_heads).to(device),
             mask=mask[:, None, :, None].to(device),
         )
-        query_blocks.append(blocks)
+        query_blocks.append(block_batch)
     # Outputs have the same order as the queries, and only the first output of a repeated query is used.
-    queries = torch.cat([blocks.queries for blocks in query_blocks])
+    queries = torch.cat([block_batch.queries for block_batch in query_blocks])
     _, output_index = np.unique(queries.cpu(), return_index=True)
     return PackedIndex(query_blocks, torch.from_numpy(output_index).to(device))
 
@@ -261,7 +261,7 @@ class DecodeIndex(NamedTuple):
     A request has up to n entries: the blocks in its block table, starting with the block of the oldest key that a token
     in the last block can attend to.
     keys int64 [B, n x BLOCK]: the position of each entry's keys in the request's sequence.
-    unused_entries bool [B, 1, n, 1]: entries beyond a request's last block, whose results are set to 0.
+    is_unused_entry bool [B, 1, n, 1]: entries beyond a request's last block, whose results are set to 0.
 
     The portable kernel multiplies each block once, for all of the block's users (the requests that read the block).
     Each user has one slot per KV head. A slot contains the g query heads that share the KV head, as g rows of the
@@ -298,7 +298,7 @@ class DecodeIndex(NamedTuple):
 
     block_sets: Sequence[_BlockSet]
     keys: Tensor
-    unused_entries: Tensor
+    is_unused_entry: Tensor
     query: Tensor
     score: Tensor
     prob: Tensor
@@ -317,7 +317,7 @@ def index_decode(
     tables int32 [B, columns]: block tables; entries past the block of a request's newest token are -1.
     groups: number of query heads per KV head.
     min_users: number of slots per live block and KV head. Matmuls with fewer queries could round differently (see
-    `min_queries`).
+    `min_invariant_queries`).
     """
     num_blocks = (tables >= 0).sum(1)
     first_block = np.zeros_like(num_blocks)
@@ -330,17 +330,17 @@ def index_decode(
     is_used = column < num_entries[:, None]  # [B, n]
     # One value per used entry (E), ordered by request.
     request, entry_column = is_used.nonzero()
-    block = tables[request, first_block[request] + entry_column]
+    entry_blocks = tables[request, first_block[request] + entry_column]
 
-    block_sets, slot = _assign_slots(block, num_kv_heads, groups, min_users)
+    block_sets, slot = _assign_slots(entry_blocks, num_kv_heads, groups, min_users)
 
     # Entries past a request's last block point to that last block again. Another request's block could contain NaN, and
     # NaN plus the -inf of the mask is NaN.
     first_entry = num_entries.cumsum() - num_entries
     clamped_column = np.minimum(column, num_entries[:, None] - 1)
-    entry = first_entry[:, None] + clamped_column  # [B, n]
+    entry_index = first_entry[:, None] + clamped_column  # [B, n]
     # A slot holds g rows of the products, one per query head that shares the KV head.
-    first_row = slot[entry].transpose(0, 2, 1) * groups  # [B, K, n]
+    first_row = slot[entry_index].transpose(0, 2, 1) * groups  # [B, K, n]
     score = first_row[:, :, None] + np.arange(groups)[:, None]  # [B, K, g, n]
     is_used_score = np.broadcast_to(is_used[:, None, None], score.shape)
     prob = np.zeros(block_sets[-1][1].stop, np.int64)
@@ -350,7 +350,7 @@ def index_decode(
     return DecodeIndex(
         block_sets=block_sets,
         keys=torch.from_numpy(keys),
-        unused_entries=torch.from_numpy(~is_used)[:, None, :, None],
+        is_unused_entry=torch.from_numpy(~is_used)[:, None, :, None],
         query=torch.from_numpy(prob // len(column)),
         score=torch.from_numpy(score.ravel()),
         prob=torch.from_numpy(prob),
@@ -367,37 +367,42 @@ def _assign_slots(
 
     block int32 [E]: each entry's block, ordered by request.
     """
-    num_users = np.bincount(block)
-    live_ids = np.arange(len(num_users))
-    live_index = block
-    live_blocks: slice | Tensor = slice(0, len(live_ids))
-    read_ids = num_users.nonzero()[0]
-    if len(live_ids) >= COPY_FACTOR * len(read_ids):
-        live_ids = read_ids
-        live_index = np.searchsorted(live_ids, block)
-        live_blocks = torch.from_numpy(live_ids)
-        num_users = num_users[live_ids]
+    users_per_block = np.bincount(block)
+    live_block_ids = np.arange(len(users_per_block))
+    live_block_index = block
+    live_blocks: slice | Tensor = slice(0, len(live_block_ids))
+    read_block_ids = users_per_block.nonzero()[0]
+    if len(live_block_ids) >= COPY_FACTOR * len(read_block_ids):
+        live_block_ids = read_block_ids
+        live_block_index = np.searchsorted(live_block_ids, block)
+        live_blocks = torch.from_numpy(live_block_ids)
+        users_per_block = users_per_block[live_block_ids]
 
     head = np.arange(num_kv_heads)
     # A block with at most `min_users` users keeps its slots among the live blocks.
-    slot = (live_index[:, None] * num_kv_heads + head) * min_users
-    num_slots = len(live_ids) * num_kv_heads * min_users
-    block_sets: list[_BlockSet] = [(live_blocks, slice(0, num_slots * groups))]
-    max_users = int(num_users.max())
+    slot = (live_block_index[:, None] * num_kv_heads + head) * min_users
+    num_live_slots = len(live_block_ids) * num_kv_heads * min_users
+    block_sets: list[_BlockSet] = [(live_blocks, slice(0, num_live_slots * groups))]
+    max_users = int(users_per_block.max())
     if max_users > min_users:
-        shared = (num_users > min_users).nonzero()[0]
-        is_shared = num_users[live_index] > min_users
-        shared_index = np.searchsorted(shared, live_index[is_shared])
-        slot[is_shared] = num_slots + (shared_index[:, None] * num_kv_heads + head) * max_users
-        end = num_slots + len(shared) * num_kv_heads * max_users
-        block_sets.append((torch.from_numpy(live_ids[shared]), slice(num_slots * groups, end * groups)))
+        shared_live_index = (users_per_block > min_users).nonzero()[0]
+        reads_shared_block = users_per_block[live_block_index] > min_users
+        shared_index = np.searchsorted(shared_live_index, live_block_index[reads_shared_block])
+        slot[reads_shared_block] = num_live_slots + (shared_index[:, None] * num_kv_heads + head) * max_users
+        end = num_live_slots + len(shared_live_index) * num_kv_heads * max_users
+        block_sets.append(
+            (
+                torch.from_numpy(live_block_ids[shared_live_index]),
+                slice(num_live_slots * groups, end * groups),
+            )
+        )
     if max_users > 1:
         # Number the users of each block 0, 1, ... in the order of the entries: sort the entries by block, and subtract
         # the number of entries for lower blocks from each entry's index.
-        order = live_index.argsort(kind="stable")
-        num_lower_entries = num_users.cumsum() - num_users
-        user = np.arange(len(order)) - num_lower_entries.repeat(num_users)
-        slot[order] += user[:, None]
+        block_order = live_block_index.argsort(kind="stable")
+        num_lower_entries = users_per_block.cumsum() - users_per_block
+        user_index = np.arange(len(block_order)) - num_lower_entries.repeat(users_per_block)
+        slot[block_order] += user_index[:, None]
     return block_sets, slot
 
 
@@ -425,7 +430,7 @@ def decode(
     out = slot_out.index_select(0, index.score).view(num_requests, num_heads, -1, dim)
     if out.shape[2] > 1:
         # Unused entries repeat the result of the last block, which must not be counted twice.
-        out = out.masked_fill_(index.unused_entries, 0)
+        out = out.masked_fill_(index.is_unused_entry, 0)
     return _sum_in_order(out.unbind(2)).to(q.dtype)
 
 
@@ -441,8 +446,8 @@ def _multiply_blocks(
     products = []
     for blocks, row_slice in block_sets:
         matrices = pool[blocks].flatten(0, 1)  # [blocks x K, i, j]
-        operands = rows[row_slice].view(len(matrices), -1, rows.shape[1])
-        products.append(batch_invariance.bmm(operands, matrices).flatten(0, 1))
+        block_rows = rows[row_slice].view(len(matrices), -1, rows.shape[1])
+        products.append(batch_invariance.bmm(block_rows, matrices).flatten(0, 1))
     return products[0] if len(products) == 1 else torch.cat(products)
 
 

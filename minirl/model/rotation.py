@@ -30,14 +30,14 @@ def rotate(x: Tensor, rotation: Tensor, scale: float = 1.0) -> Tensor:
     rotation [2, T, 1, R]: `rope_table` at these tokens' positions. A channel pair (a, b), paired as in Hugging Face,
     becomes (a cos - b sin, b cos + a sin). The table's signed sin includes the minus sign.
     """
-    upcast = x.to(at_least_fp32(x.dtype))
+    upcast_x = x.to(at_least_fp32(x.dtype))
     if scale != 1:
-        upcast = upcast * scale
+        upcast_x = upcast_x * scale
     cos, signed_sin = rotation
-    width = cos.shape[-1]
-    if width == x.shape[-1]:
-        rotated = upcast * cos + upcast.roll(width // 2, -1) * signed_sin
+    rotary_dim = cos.shape[-1]
+    if rotary_dim == x.shape[-1]:
+        rotated = upcast_x * cos + upcast_x.roll(rotary_dim // 2, -1) * signed_sin
     else:
-        part, rest = upcast[..., :width], upcast[..., width:]
+        part, rest = upcast_x[..., :rotary_dim], upcast_x[..., rotary_dim:]
         rotated = torch.cat([rotate(part, rotation), rest], -1)
     return rotated.to(x.dtype)

@@ -24,12 +24,12 @@ from minirl.ranks.time_account import spent_on
 class PassState(NamedTuple):
     """The state of a pass, after all ranks have exchanged their states.
 
-    any_has_tokens: whether any rank has tokens; if not, no rank runs the layers.
+    any_rank_has_tokens: whether any rank has tokens; if not, no rank runs the layers.
     others_have_tokens: whether any rank other than this one has tokens.
     all_are_done: whether no rank has more tokens in this generation phase.
     """
 
-    any_has_tokens: bool = False
+    any_rank_has_tokens: bool = False
     others_have_tokens: bool = False
     all_are_done: bool = False
 
@@ -63,9 +63,9 @@ class ShardGroup:
         if self._gathered is None or self._gathered[0] is not x:
             rows = x.reshape(-1, x.shape[-1])  # [T, in]
             sent_rows = rows.repeat(self._num_ranks, 1)
-            num_sent = [len(rows)] * self._num_ranks
-            gathered = self._exchange(sent_rows, num_sent, self._num_rows)
-            self._gathered = (x, gathered)
+            input_splits = [len(rows)] * self._num_ranks
+            gathered_rows = self._exchange(sent_rows, input_splits, self._num_rows)
+            self._gathered = (x, gathered_rows)
         return self._gathered[1]
 
     def scatter_columns(self, columns: Tensor) -> Tensor:
@@ -74,10 +74,10 @@ class ShardGroup:
         Collective.
         """
         num_own_rows = self._num_rows[rank()]
-        num_received = [num_own_rows] * self._num_ranks
-        received = self._exchange(columns, self._num_rows, num_received)
-        per_rank = received.unflatten(0, (self._num_ranks, -1))  # [ranks, T, R]
-        return per_rank.transpose(0, 1).flatten(1)
+        output_splits = [num_own_rows] * self._num_ranks
+        received = self._exchange(columns, self._num_rows, output_splits)
+        columns_per_rank = received.unflatten(0, (self._num_ranks, -1))  # [ranks, T, R]
+        return columns_per_rank.transpose(0, 1).flatten(1)
 
     @spent_on("decode_comm")
     def _exchange(self, rows: Tensor, num_sent: Sequence[int], num_received: Sequence[int]) -> Tensor:
@@ -85,9 +85,9 @@ class ShardGroup:
 
         Collective.
         """
-        as_bytes = rows.contiguous().view(torch.uint8)  # gloo does not support every dtype
-        received = as_bytes.new_empty(sum(num_received), as_bytes.shape[1])
-        dist.all_to_all_single(received, as_bytes, list(num_received), list(num_sent))
+        send_bytes = rows.contiguous().view(torch.uint8)  # gloo does not support every dtype
+        received = send_bytes.new_empty(sum(num_received), send_bytes.shape[1])
+        dist.all_to_all_single(received, send_bytes, list(num_received), list(num_sent))
         return received.view(rows.dtype)
 
 
@@ -110,8 +110,8 @@ class SharedLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs [..., out] for x [..., in] (collective)."""
-        tokens = self.shard_group.gather_tokens(x)
-        own_columns = super().forward(tokens)
+        gathered_x = self.shard_group.gather_tokens(x)
+        own_columns = super().forward(gathered_x)
         columns = self.shard_group.scatter_columns(own_columns)[:, : self.num_columns]
         return columns.unflatten(0, x.shape[:-1])
 

@@ -53,9 +53,9 @@ class Attention(nn.Module):
         k = self.k_proj(x)
         v = self._split_heads(self.v_proj(x))
         if self.config.attention_gate:
-            per_head = q.unflatten(1, (-1, 2, self.config.head_dim))  # each head's query, then its gate
-            q = per_head[:, :, 0].flatten(1)
-            gate = per_head[:, :, 1].flatten(1)
+            query_and_gate = q.unflatten(1, (-1, 2, self.config.head_dim))  # each head's query, then its gate
+            q = query_and_gate[:, :, 0].flatten(1)
+            gate = query_and_gate[:, :, 1].flatten(1)
         if self.config.qk_norm:
             q = self._normalize_heads(q, self.q_norm)
             k = self._normalize_heads(k, self.k_norm)
@@ -69,8 +69,8 @@ class Attention(nn.Module):
 
     def _normalize_heads(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """Normalize x [T, heads x C] in groups of the norm's size: per head, or over all heads."""
-        size = len(norm.weight)
-        norm_groups = x.unflatten(1, (-1, size))
+        norm_dim = len(norm.weight)
+        norm_groups = x.unflatten(1, (-1, norm_dim))
         return norm(norm_groups).flatten(1)
 
     def _split_heads(self, x: Tensor) -> Tensor:
@@ -84,11 +84,11 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         hidden_size = config.hidden_size
-        inner_size = config.intermediate_size
+        intermediate_size = config.intermediate_size
         self.activate = functools.partial(batch_invariance.activate, function=ACTIVATIONS[config.activation])
-        self.gate_proj = Linear(hidden_size, inner_size, config.mlp_bias)
-        self.up_proj = Linear(hidden_size, inner_size, config.mlp_bias)
-        self.down_proj = Linear(inner_size, hidden_size, config.mlp_bias)
+        self.gate_proj = Linear(hidden_size, intermediate_size, config.mlp_bias)
+        self.up_proj = Linear(hidden_size, intermediate_size, config.mlp_bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
@@ -219,12 +219,12 @@ def add_adapters(model: nn.Module, layers: nn.ModuleList, adapters: Adapters) ->
 
     Raises InputError if `layers` contains no linear layers.
     """
-    linear = [module for module in layers.modules() if isinstance(module, Linear)]
+    linear_layers = [module for module in layers.modules() if isinstance(module, Linear)]
     refuse(
-        not linear,
+        not linear_layers,
         "--lora-rank: this model's layers have no nn.Linear to adapt; drop the flag",
     )
-    for module in linear:
+    for module in linear_layers:
         module.add_adapter(adapters)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name) or name == "score.weight")
@@ -256,7 +256,7 @@ def is_batch_invariant(
     is_invariant = (
         batch_invariance.is_batch_invariant(layers, dtype, device, num_shards=num_shards)
         and batch_invariance.is_batch_invariant(head, dtype, device, is_head=True)
-        and portable_attention.min_queries(config.head_dim, dtype) is not None
+        and portable_attention.min_invariant_queries(config.head_dim, dtype) is not None
     )
     if is_invariant and config.delta_net is not None:
         from minirl.extras.delta_net.rule import min_batch_rows

@@ -57,21 +57,23 @@ def check_weights(config: ModelConfig, folder: Path) -> None:
         f"{folder}: already has adapters; merge them before adding new ones (see docs/adapters.md)",
     )
     files = _tensor_files(folder)
-    expected = _checkpoint_shapes(replace(config, adapters=None))
+    expected_shapes = _checkpoint_shapes(replace(config, adapters=None))
     if config.scalar_head and (has_adapters(folder) or not read_config(folder).scalar_head):
-        del expected["score.weight"]
-    missing = sorted(expected.keys() - files.keys())
-    unexpected = sorted(name for name in files.keys() - expected.keys() if not _is_unused(config, name))
+        del expected_shapes["score.weight"]
+    missing_keys = sorted(expected_shapes.keys() - files.keys())
+    unexpected_keys = sorted(
+        name for name in files.keys() - expected_shapes.keys() if not _is_unused(config, name)
+    )
     refuse(
-        missing or unexpected,
-        f"{folder}: missing tensors {missing[:5]}, unexpected tensors {unexpected[:5]} (first five)",
+        missing_keys or unexpected_keys,
+        f"{folder}: missing tensors {missing_keys[:5]}, unexpected tensors {unexpected_keys[:5]} (first five)",
     )
     for path in sorted(set(files.values())):
         with open_tensors(path) as file:
-            for name in sorted(name for name in expected if files[name] == path):
-                stored = file.get_slice(name)
-                check_shape(stored.get_shape(), expected[name], f"{path}: {name}")
-                dtype = stored.get_dtype()
+            for name in sorted(name for name in expected_shapes if files[name] == path):
+                tensor_slice = file.get_slice(name)
+                check_shape(tensor_slice.get_shape(), expected_shapes[name], f"{path}: {name}")
+                dtype = tensor_slice.get_dtype()
                 refuse(
                     dtype not in _DTYPES,
                     f"{path}: {name} has dtype {dtype}; expected one of {', '.join(_DTYPES)}; convert "
@@ -101,14 +103,14 @@ def load_weights(model: Transformer, folder: Path) -> None:
             "it to false, or remove the tensor",
         )
     for name, param in model.named_parameters():
-        layer = name.removesuffix(".weight")
+        module_name = name.removesuffix(".weight")
         stored_names = list(checkpoint_tensors(config, {name: torch.empty(param.shape, device="meta")}))
         if stored_names[0] in files:
             label = f"{files[stored_names[0]]}: {stored_names[0]}"
-            value = adapters.merge(layer, _read_stored(config, files, stored_names), label)
-        elif layer in adapters.tensors:  # a module that PEFT saved in full
-            label = f"{adapters.path}: {layer}"
-            value = adapters.tensors.pop(layer)
+            value = adapters.merge(module_name, _read_stored(config, files, stored_names), label)
+        elif module_name in adapters.tensors:  # a module that PEFT saved in full
+            label = f"{adapters.path}: {module_name}"
+            value = adapters.tensors.pop(module_name)
             check_shape(value.shape, param, label)
         else:
             label = name
@@ -308,15 +310,15 @@ def write_folder(
         # transformers loads either the full vision model or only the language model, so write each tensor under both
         # names. Clone the tensors, because tensors in one file must not share memory.
         is_vision = model_config.weight_prefix != "model."
-        prefixes = ("model.", "model.language_model.") if is_vision else ("model.",)
+        weight_prefixes = ("model.", "model.language_model.") if is_vision else ("model.",)
         stored = {
             peft_name(_checkpoint_name(name, prefix)): tensor.clone()
-            for prefix in prefixes
+            for prefix in weight_prefixes
             for name, tensor in tensors.items()
         }
         contents[ADAPTERS_FILE] = (json.dumps(peft_config, indent=2) + "\n").encode()
     for name, content in contents.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        with durable.new_file(folder / name) as file:
+        with durable.open_new_file(folder / name) as file:
             file.write(content)
     write_tensors(folder / weights_name, {**passthrough, **stored})

@@ -92,12 +92,12 @@ def rendezvous() -> Any:
     Raises InputError if only some of torchrun's environment variables are set, and torch's DistError if the store
     cannot be reached within START_TIMEOUT_S.
     """
-    missing = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
-    if {"RANK", "WORLD_SIZE"} <= missing:
+    missing_variables = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
+    if {"RANK", "WORLD_SIZE"} <= missing_variables:
         return dist.HashStore()
     refuse(
-        missing,
-        f"RANK or WORLD_SIZE is set without {', '.join(sorted(missing))}: use torchrun, or unset them",
+        missing_variables,
+        f"RANK or WORLD_SIZE is set without {', '.join(sorted(missing_variables))}: use torchrun, or unset them",
     )
     store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=START_TIMEOUT_S)))
     # torchrun keeps its store when it restarts the ranks, so each attempt's keys need their own prefix.
@@ -175,25 +175,28 @@ def _exit_code_and_message(error: BaseException, missing: Sequence[str]) -> tupl
 
     missing: the ranks that have not reported an error, with their phases.
     """
-    where = f"rank {_rank()}, {this_process.phase}"
+    rank_and_phase = f"rank {_rank()}, {this_process.phase}"
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return error.code, ""  # the flag parser has already printed the reason
     cause = str(error).partition("\n")[0]
     exit_code = getattr(error, "exit_code", 0)
     if not exit_code and OUT_OF_MEMORY.search(repr(error)):
         advice = this_process.memory_advice(this_process.phase)
-        return InputError.exit_code, f"error: out of memory; planned: {advice} [{where}: {cause}]"
+        return InputError.exit_code, f"error: out of memory; planned: {advice} [{rank_and_phase}: {cause}]"
     # gloo raises plain RuntimeErrors, whose messages begin with a source location.
     is_gloo_error = type(error) is RuntimeError and GLOO_SOURCE.search(cause)
     if isinstance(error, dist.DistError) or is_gloo_error:
-        lost = ", ".join(missing) or "another rank"
-        return 1, f"error: {lost} has ended, hangs or is slower than --hang-timeout [{where}: {cause}]"
+        lost_ranks = ", ".join(missing) or "another rank"
+        return (
+            1,
+            f"error: {lost_ranks} has ended, hangs or is slower than --hang-timeout [{rank_and_phase}: {cause}]",
+        )
     # Before the first step, an OSError usually means that the disk is full or a folder is read-only.
     if isinstance(error, OSError) and this_process.phase == STARTUP_PHASE:
         exit_code = InputError.exit_code
     if exit_code:
-        return exit_code, f"error: {error} [{where}]"
-    return 1, f"{where} raised:\n{''.join(traceback.format_exception(error))}"
+        return exit_code, f"error: {error} [{rank_and_phase}]"
+    return 1, f"{rank_and_phase} raised:\n{''.join(traceback.format_exception(error))}"
 
 
 def _rank() -> int:

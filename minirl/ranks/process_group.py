@@ -83,12 +83,14 @@ def select_device(*, may_use_cpu: bool) -> torch.device:
     num_devices = torch.cuda.device_count()
     if num_devices < local_world_size():
         if num_devices:
-            fault = f"{local_world_size()} ranks on a node where torch sees {num_devices} CUDA device(s)"
+            device_shortage = (
+                f"{local_world_size()} ranks on a node where torch sees {num_devices} CUDA device(s)"
+            )
             refuse(
                 not may_use_cpu,
-                f"{fault}: use --nproc-per-node {num_devices}, or CUDA_VISIBLE_DEVICES= for the CPU",
+                f"{device_shortage}: use --nproc-per-node {num_devices}, or CUDA_VISIBLE_DEVICES= for the CPU",
             )
-            print0(f"{fault}: the ranks compute on the CPU")
+            print0(f"{device_shortage}: the ranks compute on the CPU")
             # If FSDP saw a device, it would create a second process group with NCCL.
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return torch.device("cpu")

@@ -58,12 +58,12 @@ class TimeAccount:
         if self._cause in WHOLE_CAUSES or threading.get_ident() != self._thread:
             yield
             return
-        outer = self._cause
+        outer_cause = self._cause
         self.switch(cause)
         try:
             yield
         finally:
-            self.switch(outer)
+            self.switch(outer_cause)
 
 
 this_process = TimeAccount()

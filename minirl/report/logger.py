@@ -69,11 +69,13 @@ class Logger:
             (folder / "rollouts").mkdir(exist_ok=True)
             durable.replace_file(folder / "args.json", json_text(args, indent=2) + "\n")
             if self._metrics_file.exists():
-                lines = read_json_lines(self._metrics_file)  # skips corrupt lines
-                kept = [
-                    json.dumps(line) + "\n" for line in lines if line.get("step") in range(after_step + 1)
+                metric_records = read_json_lines(self._metrics_file)  # skips corrupt lines
+                kept_lines = [
+                    json.dumps(line) + "\n"
+                    for line in metric_records
+                    if line.get("step") in range(after_step + 1)
                 ]
-                durable.replace_file(self._metrics_file, "".join(kept))
+                durable.replace_file(self._metrics_file, "".join(kept_lines))
             self._metrics_file.touch()
             if wandb_mode != "off":
                 with self._wandb_off_after_error():
@@ -86,15 +88,15 @@ class Logger:
         if rank() != 0:
             return
         # JSON has no NaN or infinity.
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._pending_lines += json.dumps({"step": step, **finite}).encode() + b"\n"
+        json_metrics = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._pending_lines += json.dumps({"step": step, **json_metrics}).encode() + b"\n"
         self._write_metrics()
         if self._wandb:
             with self._wandb_off_after_error():
                 self._wandb.log(step, metrics)
         seconds_per_step = (time.monotonic() - self._started_at) / max(1, step - self._after_step)
-        left_s = seconds_per_step * (num_steps - step)
-        print0(console_line(step, num_steps, metrics, left_s=left_s))
+        remaining_s = seconds_per_step * (num_steps - step)
+        print0(console_line(step, num_steps, metrics, left_s=remaining_s))
 
     def log_rollouts(
         self, step: int, records: Iterable[Mapping[str, Any]], *, to_wandb: bool = False
@@ -111,10 +113,10 @@ class Logger:
         with spent_on("wait_ranks"):
             dist.gather_object(lines, gathered if rank() == 0 else None)
         if rank() == 0:
-            in_order = [line for _, line in sorted(itertools.chain(*gathered))]
+            sorted_lines = [line for _, line in sorted(itertools.chain(*gathered))]
             path = self.folder / "rollouts" / f"{step:06d}.jsonl"
             try:
-                path.write_text("".join(in_order))
+                path.write_text("".join(sorted_lines))
             except OSError as error:
                 with contextlib.suppress(OSError):  # remove a partially written file
                     path.unlink()
@@ -123,7 +125,7 @@ class Logger:
                 )
             if to_wandb and self._wandb:
                 with self._wandb_off_after_error():
-                    self._wandb.log_completions(step, in_order)
+                    self._wandb.log_completions(step, sorted_lines)
 
     def finish(self) -> None:
         """Finish the wandb run, if any. Raises SaveError if lines of metrics.jsonl still cannot be written."""
@@ -139,7 +141,7 @@ class Logger:
     def _write_metrics(self) -> bool:
         """Append the pending lines to metrics.jsonl; return whether the write succeeded."""
         try:
-            durable.append_whole(self._metrics_file, self._pending_lines)
+            durable.append_all_or_nothing(self._metrics_file, self._pending_lines)
         except OSError as error:
             outcome = "the run continues, and the next step retries the write"
             print0(f"warning: {self._metrics_file}: {error.strerror or error}; {outcome}")

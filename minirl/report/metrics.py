@@ -45,8 +45,8 @@ class StepMetrics:
         self, name: str, total: float | Tensor, weight: float | Tensor = 1.0, *, kind: str = "mean"
     ) -> None:
         """Add `total`, the sum of `weight` values, to a mean or to another kind of metric in KINDS."""
-        kept = total.detach() if isinstance(total, Tensor) else total
-        self._entries.append(((kind, name), kept, weight))
+        detached_total = total.detach() if isinstance(total, Tensor) else total
+        self._entries.append(((kind, name), detached_total, weight))
 
     def add_values(self, name: str, values: Tensor) -> None:
         """Add every element of `values` to a mean."""
@@ -87,11 +87,11 @@ class StepMetrics:
 
         Means and maxima without values are omitted.
         """
-        per_rank = gather_objects(_merge(self._entries))
-        merged = _merge(itertools.chain(*per_rank))
+        entries_per_rank = gather_objects(_merge(self._entries))
+        merged_entries = _merge(itertools.chain(*entries_per_rank))
         return {
             name: number / weight if kind == "mean" else number
-            for (kind, name), number, weight in merged
+            for (kind, name), number, weight in merged_entries
             if weight
         }
 
@@ -117,7 +117,7 @@ def add_rollouts(
     NaN rewards (no reward function applied) are excluded from the statistics and counted separately.
     """
     for rollout in rollouts:
-        num_sampled, turns = rollout.num_sampled, rollout.episode.turns
+        num_sampled, turns = rollout.num_sampled_tokens, rollout.episode.turns
         metrics.add("len/mean", num_sampled)
         metrics.add_max("len/max", torch.tensor(num_sampled))
         metrics.add("len/truncated", rollout.is_truncated)
@@ -131,7 +131,7 @@ def add_rollouts(
                 metrics.add_total("count/parse_errors", 1)
     if grouped_rewards.isnan().any():
         metrics.add_values("reward/not_applicable", grouped_rewards.isnan())
-    _add_statistics(metrics, grouped_rewards, "reward/mean", "reward/std")
+    _add_mean_and_std(metrics, grouped_rewards, "reward/mean", "reward/std")
     if grouped_rewards.shape[1] > 1:
         metrics.add_values("reward/frac_equal_groups", have_zero_variance(grouped_rewards))
 
@@ -164,15 +164,15 @@ def add_rewards(metrics: StepMetrics, functions: Collection[str], rewards: Tenso
     how rollouts are distributed. NaN rewards, which do not apply to their completions, are excluded.
     """
     for name, values in zip(functions, rewards.flatten(0, 1).T, strict=True):
-        _add_statistics(metrics, values, f"reward/{name}", f"reward/{name}/std")
+        _add_mean_and_std(metrics, values, f"reward/{name}", f"reward/{name}/std")
 
 
-def _add_statistics(metrics: StepMetrics, rewards: Tensor, mean: str, std: str) -> None:
+def _add_mean_and_std(metrics: StepMetrics, rewards: Tensor, mean: str, std: str) -> None:
     """Add the mean and std of the non-NaN rewards; the std needs at least two rewards."""
-    scored = rewards[~rewards.isnan()]
-    metrics.add_values(mean, scored)
-    if len(scored) > 1:
-        metrics.add(std, scored.std())
+    valid_rewards = rewards[~rewards.isnan()]
+    metrics.add_values(mean, valid_rewards)
+    if len(valid_rewards) > 1:
+        metrics.add(std, valid_rewards.std())
 
 
 @torch.no_grad()
@@ -199,12 +199,12 @@ def add_tokens(
     if micro.teacher_logprobs is not None:
         metrics.add_values("teacher/kl_k1", kl_penalty(logprobs, micro.teacher_logprobs, "k1")[index])
     gap = (logprobs - micro.sample_logprobs)[index].abs()
-    is_current = micro.weight_version[index] == weight_version
-    num_current = is_current.sum()
+    is_current_version = micro.weight_version[index] == weight_version
+    num_current_tokens = is_current_version.sum()
     # Boolean-mask indexing would force a host-device synchronization.
-    metrics.add("policy/logp_gap_mean", gap.where(is_current, 0.0).double().sum(), num_current)
-    metrics.add_max("policy/logp_gap_max", gap.where(is_current, -math.inf), num_current)
-    metrics.add("policy/logp_equal_frac", (is_current & (gap == 0)).sum(), num_current)
+    metrics.add("policy/logp_gap_mean", gap.where(is_current_version, 0.0).double().sum(), num_current_tokens)
+    metrics.add_max("policy/logp_gap_max", gap.where(is_current_version, -math.inf), num_current_tokens)
+    metrics.add("policy/logp_equal_frac", (is_current_version & (gap == 0)).sum(), num_current_tokens)
 
 
 @torch.no_grad()
@@ -223,16 +223,16 @@ def add_clip(
     ratio > 1 + clip_high and A > 0.
     is_weight: whether the ratio only weights the loss (CISPO) and is clipped for any advantage.
     """
-    low = ratio < 1 - clip_low
-    high = ratio > 1 + clip_high
+    is_clipped_low = ratio < 1 - clip_low
+    is_clipped_high = ratio > 1 + clip_high
     if not is_weight:
-        low = low & (micro.advantages < 0)
-        high = high & (micro.advantages > 0)
-    metrics.add_values("policy/clip_frac_low", low[micro.loss_index])
-    metrics.add_values("policy/clip_frac_high", high[micro.loss_index])
+        is_clipped_low = is_clipped_low & (micro.advantages < 0)
+        is_clipped_high = is_clipped_high & (micro.advantages > 0)
+    metrics.add_values("policy/clip_frac_low", is_clipped_low[micro.loss_index])
+    metrics.add_values("policy/clip_frac_high", is_clipped_high[micro.loss_index])
 
 
-def derived(metrics: Mapping[str, float]) -> dict[str, float]:
+def with_derived_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the reduced metrics together with derived metrics.
 
     Adds the completion tokens per second of generation and per second of the update, if the phase took any time.
@@ -242,11 +242,11 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
     for name in metrics:
         if name.startswith("finish/"):
             all_metrics[name] /= metrics["count/rollouts"]
-    counts = defaultdict(float, metrics)  # counts that are 0 on every rank are omitted
-    num_trained = counts["count/tokens"] * (1 - counts["perf/skipped_tokens"])
-    generation_s = sum(counts[f"time/{cause}"] for cause in time_account.GENERATION_CAUSES)
+    metrics_or_zero = defaultdict(float, metrics)  # counts that are 0 on every rank are omitted
+    num_trained_tokens = metrics_or_zero["count/tokens"] * (1 - metrics_or_zero["perf/skipped_tokens"])
+    generation_s = sum(metrics_or_zero[f"time/{cause}"] for cause in time_account.GENERATION_CAUSES)
     if generation_s > 0:
-        all_metrics["perf/tok_s_gen"] = counts["count/sampled_tokens"] / generation_s
-    if counts["time/update"] > 0:
-        all_metrics["perf/tok_s_train"] = num_trained / counts["time/update"]
+        all_metrics["perf/tok_s_gen"] = metrics_or_zero["count/sampled_tokens"] / generation_s
+    if metrics_or_zero["time/update"] > 0:
+        all_metrics["perf/tok_s_train"] = num_trained_tokens / metrics_or_zero["time/update"]
     return all_metrics

@@ -46,7 +46,7 @@ def rollout_records(
             "completion": text,
             **{name: _json_number(column[i]) for name, column in columns.items()},
             "rewards": dict(zip(functions, map(_json_number, rewards), strict=True)),
-            "num_tokens": rollout.num_sampled,
+            "num_tokens": rollout.num_sampled_tokens,
             "finish_reason": rollout.finish_reason,
         }
         if len(rollout.branches) > 1:

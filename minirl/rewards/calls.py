@@ -44,10 +44,10 @@ class Signature(NamedTuple):
 def signature_of(function: Callable[..., Any]) -> Signature:
     """Return the signature of a reward function."""
     parameters = inspect.signature(function).parameters.values()
-    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    named_parameters = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return Signature(
-        parameters=[p.name for p in named],
-        required=[p.name for p in named if p.default is p.empty],
+        parameters=[p.name for p in named_parameters],
+        required=[p.name for p in named_parameters if p.default is p.empty],
         has_kwargs=any(p.kind is p.VAR_KEYWORD for p in parameters),
         is_async=inspect.iscoroutinefunction(function),
     )
@@ -61,10 +61,10 @@ def call_function(
     A plain function may run its own event loop. texts: see `validate_rewards`.
     """
     try:
-        values = function(**arguments)
-        if inspect.iscoroutine(values):
-            values = asyncio.run(values)
-        return validate_rewards(values, texts)
+        rewards = function(**arguments)
+        if inspect.iscoroutine(rewards):
+            rewards = asyncio.run(rewards)
+        return validate_rewards(rewards, texts)
     except BaseException as error:  # includes SystemExit and KeyboardInterrupt
         return raised_message(error)
 

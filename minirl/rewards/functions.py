@@ -40,7 +40,7 @@ from minirl.data.chat_tokenizer import ChatTokenizer
 from minirl.data.conversation import completion_messages, rollout_messages
 from minirl.data.messages import Messages
 from minirl.data.task import EPISODE_ARGUMENTS, STANDARD_ARGUMENTS, RewardFunction, Row
-from minirl.errors import InputError, RewardError, escaped
+from minirl.errors import InputError, RewardError, escape_control_chars
 from minirl.rewards.calls import (
     CallResult,
     Rewards,
@@ -122,7 +122,7 @@ class PromptGroup:
         branches = {branch.rollout_id.branch: branch for branch in rollout.branches}
         turns = []
         for turn in rollout.episode.turns:
-            ids = branches[turn.branch].after_prompt["id"][turn.start : turn.end]
+            ids = branches[turn.branch].tokens_after_prompt["id"][turn.start : turn.end]
             text = self.tokenizer.decode(ids)
             turns.append({"text": text, "num_tokens": turn.num_tokens, "finish_reason": turn.finish_reason})
         return turns
@@ -142,7 +142,9 @@ class PromptGroup:
         where: text about the call's other rows, appended to the row's origin.
         """
         if isinstance(answer, str):
-            raise RewardError(escaped(f"reward {name} for the row at {self.row.origin}{where}: {answer}"))
+            raise RewardError(
+                escape_control_chars(f"reward {name} for the row at {self.row.origin}{where}: {answer}")
+            )
         return answer
 
 
@@ -186,17 +188,17 @@ class FunctionReward(Reward):
 
     def _call(self, name: str, group: PromptGroup, arguments: Mapping[str, Sequence[Any]]) -> Rewards:
         """Call the function with copies of its arguments, and return the rewards. Raises RewardError."""
-        copies = {
+        copied_arguments = {
             argument: list(values) if argument in OBJECT_ARGUMENTS else list(map(copy.deepcopy, values))
             for argument, values in arguments.items()
         }
-        call = self._call_threads.submit(call_function, self._function, copies, group.texts)
-        answer: CallResult
+        future = self._call_threads.submit(call_function, self._function, copied_arguments, group.texts)
+        call_result: CallResult
         try:
-            answer = call.result(self._call_timeout)
+            call_result = future.result(self._call_timeout)
         except TimeoutError:
-            answer = f"took more than {self._call_timeout:g} s; see --call-timeout"
-        return group.rewards_or_raise(name, answer)
+            call_result = f"took more than {self._call_timeout:g} s; see --call-timeout"
+        return group.rewards_or_raise(name, call_result)
 
 
 class StepReward(Reward):
@@ -217,8 +219,11 @@ class StepReward(Reward):
         if not results:
             return []
         name, first = results[0]
-        calls = [group.select_arguments(self.signature) for _, group in results]
-        arguments = {argument: list(chain(*(call[argument] for call in calls))) for argument in calls[0]}
+        group_arguments = [group.select_arguments(self.signature) for _, group in results]
+        arguments = {
+            argument: list(chain(*(call[argument] for call in group_arguments)))
+            for argument in group_arguments[0]
+        }
         texts = list(chain(*(group.texts for _, group in results)))
         answer = validate_rewards(self.function(**arguments), texts)
         return first.rewards_or_raise(name, answer, where=" and the following rows")
@@ -249,7 +254,7 @@ def overlong_penalty(*, limit: int, buffer: float) -> RewardFunction:
     """
 
     def penalty(branch: SampledSequence) -> float:
-        return min(0.0, max(-1.0, (limit - buffer - len(branch.after_prompt)) / buffer))
+        return min(0.0, max(-1.0, (limit - buffer - len(branch.tokens_after_prompt)) / buffer))
 
     def overlong(rollouts: Sequence[Rollout]) -> list[float]:
         return [sum(map(penalty, rollout.branches)) for rollout in rollouts]
@@ -280,12 +285,14 @@ def check_columns(rewards: Mapping[str, Reward], rows: Iterable[Row], *, has_env
 
     has_environment: whether the run uses --environment.
     """
-    available = {*STANDARD_ARGUMENTS, *EPISODE_ARGUMENTS} - (set() if has_environment else {"environments"})
+    available_arguments = {*STANDARD_ARGUMENTS, *EPISODE_ARGUMENTS} - (
+        set() if has_environment else {"environments"}
+    )
     for row in rows:
         for name, reward in rewards.items():
-            missing = {*reward.signature.required} - available - row.columns.keys()
-            if missing:
+            missing_columns = {*reward.signature.required} - available_arguments - row.columns.keys()
+            if missing_columns:
                 raise InputError(
-                    f"{row.origin}: no field {min(missing)!r}, which the reward {name} requires; available: "
-                    f"{', '.join(sorted(available | row.columns.keys()))}"
+                    f"{row.origin}: no field {min(missing_columns)!r}, which the reward {name} requires; available: "
+                    f"{', '.join(sorted(available_arguments | row.columns.keys()))}"
                 )

@@ -58,21 +58,21 @@ def load_reward_model(
                 del ids[-1]
             sequences.append(ids)
         lengths = [len(ids) for ids in sequences]
-        longest = max(lengths)
-        if longest > max_length:
+        max_text_tokens = max(lengths)
+        if max_text_tokens > max_length:
             raise RewardError(
-                f"--reward-model {folder}: a text has {longest} tokens, but at most {max_length} fit; lower "
+                f"--reward-model {folder}: a text has {max_text_tokens} tokens, but at most {max_length} fit; lower "
                 "--max-new-tokens"
             )
 
         tokens = torch.tensor(list(itertools.chain(*sequences)), device=device)
         # No token is in the loss mask, because only the value at the end of each sequence is read.
-        infos = independent_sequences(lengths)
-        batch = Batch(infos, tokens, loss_mask=torch.zeros_like(tokens, dtype=torch.bool))
+        sequence_infos = independent_sequences(lengths)
+        batch = Batch(sequence_infos, tokens, loss_mask=torch.zeros_like(tokens, dtype=torch.bool))
         # Each rank scores its own completions, so the plan is for a single rank.
-        (microbatches,) = plan_microbatches(infos, num_ranks=1, max_tokens=max_tokens)
+        (microbatches,) = plan_microbatches(sequence_infos, num_ranks=1, max_tokens=max_tokens)
         with spent_on("score"):
             batch = scorer.add_streams(batch, microbatches)
-        return batch.end_values[batch.last_index].float().tolist()
+        return batch.end_values[batch.last_token_index].float().tolist()
 
     return StepReward(reward_model)

@@ -44,10 +44,10 @@ class RewardQueue:
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """Add all rollouts of one prompt, in any order, and submit their reward calls without blocking."""
         rollouts = sorted(rollouts, key=lambda rollout: rollout.rollout_id.sample)
-        ordinal = rollouts[0].rollout_id.prompt_ordinal
+        prompt_ordinal = rollouts[0].rollout_id.prompt_ordinal
         tokenizer = self._prompts.tokenizer
         group = PromptGroup(
-            self._prompts.row(ordinal),
+            self._prompts.row(prompt_ordinal),
             rollouts,
             [tokenizer.decode(rollout.completion) for rollout in rollouts],
             tokenizer,
@@ -55,7 +55,7 @@ class RewardQueue:
         )
         calls = [reward.submit(name, group) for name, reward in self._rewards.items()]
         self._in_flight.update(calls)
-        self.groups[ordinal] = group, calls
+        self.groups[prompt_ordinal] = group, calls
 
     @property
     def is_busy(self) -> bool:
@@ -79,13 +79,13 @@ class RewardQueue:
 
         The rollouts follow the order of `ordinals`. Raises RewardError, naming the function and row.
         """
-        taken = [self.groups.pop(ordinal) for ordinal in ordinals]
-        for call in as_completed([call for _, calls in taken for call in calls]):
+        taken_groups = [self.groups.pop(ordinal) for ordinal in ordinals]
+        for call in as_completed([call for _, calls in taken_groups for call in calls]):
             call.result()  # raises the first error, without waiting for later calls
-        rollouts = [rollout for group, _ in taken for rollout in group.rollouts]
-        texts = [text for group, _ in taken for text in group.texts]
+        rollouts = [rollout for group, _ in taken_groups for rollout in group.rollouts]
+        texts = [text for group, _ in taken_groups for text in group.texts]
         rewards_per_function = [
-            reward.finish([calls[k].result() for _, calls in taken])
+            reward.finish([calls[k].result() for _, calls in taken_groups])
             for k, reward in enumerate(self._rewards.values())
         ]
         # NumPy converts None, which means that a reward does not apply, to NaN.

@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from minirl.errors import InputError, RewardError, escaped
+from minirl.errors import InputError, RewardError, escape_control_chars
 from minirl.files.json_files import json_text
 from minirl.files.user_code import MAX_REPR, source_and_name
 from minirl.ranks.process_group import rank
@@ -52,25 +52,25 @@ class WorkerReward(Reward):
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"reward {spec}", daemon=True)
         self._thread.start()
         try:
-            self._in_loop(self._start(source, name, num_workers)).result()
+            self._run_in_loop(self._start(source, name, num_workers)).result()
         except (_WorkerError, OSError) as error:
             self.stop()
-            raise InputError(f"--reward {spec}: {escaped(str(error))}") from None
+            raise InputError(f"--reward {spec}: {escape_control_chars(str(error))}") from None
 
     def submit(self, name: str, group: PromptGroup) -> Future[Any]:
         """Queue the call for a group until a process is free."""
         short_texts = [text[:MAX_REPR] for text in group.texts]
         request = group.select_arguments(self.signature), short_texts, group.seed
-        return self._in_loop(self._call(name, group, request))
+        return self._run_in_loop(self._call(name, group, request))
 
     def stop(self) -> None:
         """Kill the worker processes and all processes that they started."""
         for process in self._processes:
-            self._in_loop(process.end()).result()
+            self._run_in_loop(process.end()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
-    def _in_loop(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+    def _run_in_loop(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     async def _start(self, source: str, name: str, num_workers: int) -> None:
@@ -78,11 +78,13 @@ class WorkerReward(Reward):
         for _ in range(num_workers):
             self._processes.append(_Process(await _start_process(source, name)))
         limit_s = LOAD_TIMEOUT_S + self._timeout_s
-        answers = await asyncio.gather(*(process.answer(LOAD_CALL, limit_s) for process in self._processes))
-        for answer in answers:
+        load_answers = await asyncio.gather(
+            *(process.answer(LOAD_CALL, limit_s) for process in self._processes)
+        )
+        for answer in load_answers:
             if isinstance(answer, str):
                 raise _WorkerError(answer)
-        self.signature = Signature(*answers[0])
+        self.signature = Signature(*load_answers[0])
         for process in self._processes * (MAX_CONCURRENT_CALLS if self.signature.is_async else 1):
             self._free_processes.put_nowait(process)
 
@@ -96,13 +98,13 @@ class WorkerReward(Reward):
         except _WorkerError as error:
             # All other calls in this process now fail too, but only the first error names the cause.
             if self._lost_error is None:
-                others = (
+                others_note = (
                     f", alongside {len(process.pending_calls)} other calls in its process"
                     if process.pending_calls
                     else ""
                 )
-                text = f"reward {name} for the row at {group.row.origin}{others}: {error}"
-                self._lost_error = RewardError(escaped(text))
+                text = f"reward {name} for the row at {group.row.origin}{others_note}: {error}"
+                self._lost_error = RewardError(escape_control_chars(text))
             raise self._lost_error from None
         finally:
             self._free_processes.put_nowait(process)
@@ -137,8 +139,8 @@ class _Process:
 
     async def answer(self, call_id: int, timeout_s: float) -> Any:
         """Return the answer to a call; kill the process if the call exceeds the time limit. Raises _WorkerError."""
-        waiters = (self.pending_calls[call_id], self._listen_task)
-        await asyncio.wait(waiters, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        futures = (self.pending_calls[call_id], self._listen_task)
+        await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         call = self.pending_calls.pop(call_id)
         if call.done():
             return call.result()

@@ -28,8 +28,8 @@ Send = Callable[[int, Any], None]
 def main() -> None:
     """Load the function, then answer calls until the trainer exits."""
     source, name = sys.argv[1:]
-    _die_with_trainer()
-    requests, send = _take_pipes()
+    _start_watchdog()
+    requests, send = _redirect_stdio()
     _seed_generators(0)
     try:
         (function,) = find_functions(source, name)
@@ -64,7 +64,7 @@ async def _serve_concurrently(function: Callable[..., Any], requests: BinaryIO, 
                 calls.create_task(answer_one(*loads(line)))
 
 
-def _die_with_trainer() -> None:
+def _start_watchdog() -> None:
     """Fork a watchdog that kills this process, and everything that user code started, when the trainer exits.
 
     The watchdog polls stdin, because only the trainer holds the other end of that pipe. A thread would be blocked while
@@ -83,19 +83,19 @@ def _die_with_trainer() -> None:
     os._exit(0)
 
 
-def _take_pipes() -> tuple[BinaryIO, Send]:
+def _redirect_stdio() -> tuple[BinaryIO, Send]:
     """Return the request stream and a function that sends answers. User code gets /dev/null and stderr instead."""
-    requests = os.fdopen(os.dup(0), "rb", 1 << 20)
-    answers = os.fdopen(os.dup(1), "wb")
+    request_stream = os.fdopen(os.dup(0), "rb", 1 << 20)
+    answer_pipe = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     os.dup2(2, 1)
     sys.stdout = sys.stderr
 
     def send(call_id: int, answer: Any) -> None:
-        answers.write(dumps([call_id, answer]).encode() + b"\n")
-        answers.flush()
+        answer_pipe.write(dumps([call_id, answer]).encode() + b"\n")
+        answer_pipe.flush()
 
-    return requests, send
+    return request_stream, send
 
 
 def _seed_generators(seed: int) -> None:

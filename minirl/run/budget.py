@@ -57,16 +57,16 @@ class Machine:
 class Workload(Machine):
     """Models, lengths and hardware that determine a rank's memory use, apart from `Sizes`.
 
-    trained: the policy, then any value models; if shares_base, value models are adapters on the policy's weights.
-    frozen: the frozen models, keyed by name. longest_tokens: length of the longest prompt plus its completion.
-    step_tokens: maximum number of tokens that the rank trains on in a step. num_requests: maximum number of concurrent
-    requests. offloads_optimizer: whether the optimizer lives in host memory, as offloaded frozen models do.
+    trained_models: the policy, then any value models; if shares_base, value models are adapters on the policy's
+    weights. frozen_models: the frozen models, keyed by name. max_sequence_tokens: length of the longest prompt plus its
+    completion. step_tokens: maximum number of tokens that the rank trains on in a step. num_requests: maximum number of
+    concurrent requests. offloads_optimizer: whether the optimizer lives in host memory, as offloaded frozen models do.
     """
 
     dtype: torch.dtype
-    trained: Sequence[ModelConfig]
-    frozen: Mapping[str, ModelConfig]
-    longest_tokens: int
+    trained_models: Sequence[ModelConfig]
+    frozen_models: Mapping[str, ModelConfig]
+    max_sequence_tokens: int
     default_microbatch_tokens: int
     step_tokens: int
     num_requests: int
@@ -127,17 +127,17 @@ def num_parameters(model: ModelConfig, *, trained: bool = False) -> int:
     return sum(p.numel() for p in make_meta_model(model).parameters() if p.requires_grad or not trained)
 
 
-def budget(work: Workload, sizes: Sizes) -> Budget:
+def compute_budget(work: Workload, sizes: Sizes) -> Budget:
     """Return a rank's memory budget with these sizes."""
-    models = work.trained
+    models = work.trained_models
     if work.shares_base and not sizes.shard_weights:
         models = models[:1]
     always = {"weights": sum(_weight_bytes(work, model, sizes.shard_weights) for model in models)}
-    num_trained = sum(num_parameters(model, trained=True) for model in work.trained)
+    num_trained = sum(num_parameters(model, trained=True) for model in work.trained_models)
     if work.trains and not work.offloads_optimizer:
         always["masters and moments"] = 12 * num_trained / work.num_ranks
     training = _update_bytes(work, sizes, num_trained) if work.trains else {}
-    for name, model in work.frozen.items():
+    for name, model in work.frozen_models.items():
         is_sharded = sizes.shard_weights and name in ("reference", "teacher")
         weight_bytes = _weight_bytes(work, model, is_sharded)
         if is_sharded or work.device_type == "cpu":
@@ -172,10 +172,10 @@ def _update_bytes(work: Workload, sizes: Sizes, num_trained: int) -> dict[str, f
         gradients = 0.0 if work.offloads_optimizer else gradients / work.num_ranks
     update = {
         "gradients": gradients,
-        "activations": max(_activation_bytes(work, sizes, model) for model in work.trained),
+        "activations": max(_activation_bytes(work, sizes, model) for model in work.trained_models),
     }
     if sizes.shard_weights:
-        policy = work.trained[0]
+        policy = work.trained_models[0]
         layer_parameters = num_parameters(policy) / policy.num_hidden_layers
         update["gathered weights"] = work.dtype.itemsize * 2 * layer_parameters
     return update
@@ -219,7 +219,7 @@ def _activation_bytes(work: Workload, sizes: Sizes, model: ModelConfig) -> float
 
 def _decoding_bytes(work: Workload, sizes: Sizes) -> dict[str, float]:
     """Return the bytes that the cache, prefills and a decode step's requests require."""
-    policy = work.trained[0]
+    policy = work.trained_models[0]
     cache_token_bytes = 2 * work.dtype.itemsize * policy.num_key_value_heads * policy.head_dim  # per layer
     request_bytes = 16.0 * policy.vocab_size  # logits, logprobs and fp64 probabilities
     if work.device_type == "cuda" and not sizes.shard_weights:
@@ -230,7 +230,7 @@ def _decoding_bytes(work: Workload, sizes: Sizes) -> dict[str, float]:
         request_bytes += StateCache(policy.delta_net, 1, dtype=work.dtype, device=torch.device("meta")).nbytes
     return {
         "cache": sizes.cache_tokens * len(policy.attention_windows) * cache_token_bytes,
-        "prefill": max(PREFILL_TOKENS, work.longest_tokens) * _layer_bytes_per_token(work, policy),
+        "prefill": max(PREFILL_TOKENS, work.max_sequence_tokens) * _layer_bytes_per_token(work, policy),
         "requests": sizes.max_running_requests * request_bytes,
     }
 
@@ -241,24 +241,26 @@ def choose_sizes(work: Workload, given: Mapping[str, Any]) -> Budget:
     Sizes in `given` are kept. If nothing fits, return the smallest sizes that can hold the longest request.
     """
     for divisor, recompute, shard in OFFLOADED_UPDATE_OPTIONS if work.offloads_optimizer else UPDATE_OPTIONS:
-        num_tokens = max(work.longest_tokens, work.default_microbatch_tokens // divisor)
-        min_sizes = Sizes(1, work.longest_tokens, num_tokens, recompute, shard)
-        chosen = budget(work, dataclasses.replace(min_sizes, **given))
+        num_tokens = max(work.max_sequence_tokens, work.default_microbatch_tokens // divisor)
+        min_sizes = Sizes(1, work.max_sequence_tokens, num_tokens, recompute, shard)
+        chosen = compute_budget(work, dataclasses.replace(min_sizes, **given))
         if chosen.fits():
             break
     # Requests may take up to half of the memory; the cache gets what is left.
     requests = int(chosen.available_bytes / 2 / chosen.decoding_bytes["requests"])
     requests = max(1, min(requests, work.num_requests, MAX_REQUESTS[work.device_type]))
-    chosen = budget(work, dataclasses.replace(chosen.sizes, max_running_requests=requests))
+    chosen = compute_budget(work, dataclasses.replace(chosen.sizes, max_running_requests=requests))
     if "cache_tokens" in given:
         return chosen
-    max_tokens = max(CACHE_TOKENS, work.num_requests * (work.longest_tokens + PAGED_BLOCK))
-    token_bytes = chosen.decoding_bytes["cache"] / work.longest_tokens
+    max_tokens = max(CACHE_TOKENS, work.num_requests * (work.max_sequence_tokens + PAGED_BLOCK))
+    token_bytes = chosen.decoding_bytes["cache"] / work.max_sequence_tokens
     free_bytes = chosen.available_bytes - sum(chosen.decoding_bytes.values())
     in_turns, side_by_side = (
-        min(max_tokens, work.longest_tokens + int(cache_bytes / token_bytes))
+        min(max_tokens, work.max_sequence_tokens + int(cache_bytes / token_bytes))
         for cache_bytes in (free_bytes, free_bytes - sum(chosen.training_bytes.values()))
     )
     # Keeping the cache allocated between steps is worth giving up a third of its capacity.
     num_tokens = side_by_side if 3 * side_by_side >= 2 * in_turns else in_turns
-    return budget(work, dataclasses.replace(chosen.sizes, cache_tokens=max(work.longest_tokens, num_tokens)))
+    return compute_budget(
+        work, dataclasses.replace(chosen.sizes, cache_tokens=max(work.max_sequence_tokens, num_tokens))
+    )

@@ -120,12 +120,12 @@ class Checkpoints:
         The checkpoint is complete on return. Raises SaveError, naming the file that cannot be written.
         """
         folder = self._run_folder / "checkpoints" / f"{progress['step']:06d}"
-        half_made = folder.with_name(f".half-{folder.name}-{self._token}")
+        staging_folder = folder.with_name(f".half-{folder.name}-{self._token}")
         try:
-            self._write_files(half_made, progress)
+            self._write_files(staging_folder, progress)
             barrier()
             if rank() == 0:
-                durable.publish(half_made, folder)
+                durable.publish(staging_folder, folder)
                 prune_checkpoints(self._run_folder, keep=self._keep)
             barrier()
         except OSError as error:
@@ -177,7 +177,7 @@ def _rank_file(rank: int, world_size: int) -> str:
 
 def _save_file(path: Path, values: Mapping[str, Any]) -> None:
     """Save values to a file that `_load_file` can read, and sync the file to disk. Raises OSError, naming the file."""
-    with durable.new_file(path) as file:
+    with durable.open_new_file(path) as file:
         try:
             torch.save(values, file)
         except RuntimeError as error:

@@ -20,7 +20,7 @@ MAX_NUMBER = 2**63 - 1  # the largest int that fits in a tensor; any larger floa
 
 def check_grpo(config: Any) -> None:
     """Reject flags of train_grpo.py that contradict each other. Raises InputError, naming the flag."""
-    check_shared(config)
+    check_shared_flags(config)
     group_baselines = ("mean", "leave_one_out")
     if config.group_size < 2:
         refuse(
@@ -53,7 +53,7 @@ def check_grpo(config: Any) -> None:
             )
 
 
-def check_shared(config: RunConfig) -> None:
+def check_shared_flags(config: RunConfig) -> None:
     """Reject invalid values of the shared flags. Raises InputError, naming the flag."""
     for field in dataclasses.fields(config):
         _check_value(field.name, getattr(config, field.name))

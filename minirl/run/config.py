@@ -262,5 +262,5 @@ def model_folder_of_field(config: RunConfig, name: str) -> Path | None:
 
 
 def rollout_flags(config: RunConfig) -> list[tuple[str, str]]:
-    """Return the name and value of each `ROLLOUT_CODE` flag in use; `check_shared` allows only one such flag."""
+    """Return the name and value of each `ROLLOUT_CODE` flag in use; `check_shared_flags` allows only one such flag."""
     return [(kind, value) for kind in ROLLOUT_CODE if (value := getattr(config, kind))]

@@ -73,11 +73,11 @@ def _make_folder(folder: Path, task: Task) -> None:
     weights = dict(warm_start(task).named_parameters())
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".half-{folder.name}-", dir=folder.parent) as temporary:
-        half_made = Path(temporary) / folder.name
-        save_tokenizer(half_made)
-        write_folder(half_made, weights, config=CONFIG)
+        staging_folder = Path(temporary) / folder.name
+        save_tokenizer(staging_folder)
+        write_folder(staging_folder, weights, config=CONFIG)
         try:
-            durable.publish(half_made, folder)
+            durable.publish(staging_folder, folder)
         except OSError:
             # If the folder exists now, another run has written the same model in the meantime.
             if not folder.exists():

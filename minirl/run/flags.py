@@ -49,7 +49,7 @@ def parse(
     Raises InputError for an unknown preset.
     """
     if presets:
-        algorithm = peek_flag("algorithm", arguments) or next(iter(presets))
+        algorithm = read_flag("algorithm", arguments) or next(iter(presets))
         refuse(algorithm not in presets, f"--algorithm {algorithm}: must be one of {', '.join(presets)}")
         defaults = presets[algorithm]
     # tyro prints group titles only for nested structs, so the flat config is converted to a nested struct.
@@ -83,7 +83,7 @@ def parse(
     return config_class(**ChainMap(*map(asdict, values.values())))
 
 
-def peek_flag(name: str, arguments: Sequence[str] | None) -> str | None:
+def read_flag(name: str, arguments: Sequence[str] | None) -> str | None:
     """Return one flag's value, or None if the flag is absent. The defaults for the full parse depend on the flag."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(f"--{name}", dest="value")

@@ -235,7 +235,7 @@ def load_tokenizer(
         tools=tools or user_tools,
         vocab_size=vocab_size,
     )
-    tokenizer.check_arguments()
+    tokenizer.check_template_arguments()
     if user_tools:
         check_calls_parsable(tokenizer)
         result = {"role": "tool", "name": user_tools[0]["function"]["name"], "content": "a"}

@@ -73,7 +73,7 @@ def plan(config: RunConfig, work: Workload, *, recorded: Mapping[str, Any]) -> B
         if value != "auto":
             given[name] = {"on": True, "off": False}.get(value, value)
     if "max_tokens_per_microbatch" in given:
-        given["max_tokens_per_microbatch"] = max(work.longest_tokens, given["max_tokens_per_microbatch"])
+        given["max_tokens_per_microbatch"] = max(work.max_sequence_tokens, given["max_tokens_per_microbatch"])
     weight_layouts = [FULL_WEIGHTS]
     if work.num_ranks > 1 and work.trains:
         requested = given.get("shard_weights")
@@ -150,9 +150,9 @@ def workload(
     return Workload(
         **vars(machine),
         dtype=config.compute_dtype(machine.device_type),
-        trained=trained,
-        frozen=frozen,
-        longest_tokens=longest,
+        trained_models=trained,
+        frozen_models=frozen,
+        max_sequence_tokens=longest,
         default_microbatch_tokens=default_microbatch_tokens(prompts.max_new_tokens),
         step_tokens=num_prompts * config.group_size * longest,
         num_requests=max(requests, min(num_evaluated, MAX_REQUESTS[machine.device_type])),

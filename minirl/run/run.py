@@ -29,7 +29,7 @@ from minirl.report.metrics import (
     add_rewards,
     add_rollouts,
     add_skipped_tokens,
-    derived,
+    with_derived_metrics,
 )
 from minirl.report.progress_bar import show_progress
 from minirl.report.records import mean_rewards, rollout_records
@@ -148,7 +148,7 @@ class Run:
             add_skipped_tokens(metrics, sequences, skipped)
         trained = sorted({*sequences}.difference(skipped))
         num_minibatches = self._config.minibatches_per_epoch
-        minibatch = minibatch_index(len(groups.infos), num_minibatches).tolist()
+        minibatch = minibatch_index(len(groups.rollout_infos), num_minibatches).tolist()
         plan = [
             plan_microbatches(
                 [sequence for sequence in trained if minibatch[sequence.rollout_index] == number],
@@ -201,9 +201,9 @@ class Run:
         num_loss_tokens = groups.num_loss_tokens.flatten()
         sums = sequence_sums(batch.advantages, batch.lengths)
         means = gather_to_rollouts(batch, sums, len(num_loss_tokens)) / num_loss_tokens
-        is_local = [info.sequences[0].owner_rank == rank() for info in groups.infos]
+        is_local = [info.sequences[0].owner_rank == rank() for info in groups.rollout_infos]
         records = rollout_records(
-            groups.rewarded,
+            groups.rewarded_rollouts,
             self._setup.reward_functions,
             self._setup.tokenizer,
             weights=groups.reward_weights,
@@ -241,7 +241,7 @@ class Run:
         if self._is_due(step, self._config.eval_every):
             progress.evaluated = self.evaluate()
         metrics.end()
-        reduced = derived(metrics.reduce()) | progress.evaluated
+        reduced = with_derived_metrics(metrics.reduce()) | progress.evaluated
         if step == 1 and "eval/reward" in progress.before:
             reduced["eval/before"] = progress.before["eval/reward"]
         self._logger.log(step, reduced, num_steps=self._config.num_steps)

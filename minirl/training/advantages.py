@@ -35,8 +35,8 @@ def have_zero_variance(rewards: Tensor) -> Tensor:
     """
     lowest = rewards.nan_to_num(torch.inf).amin(1)
     highest = rewards.nan_to_num(-torch.inf).amax(1)
-    largest = torch.maximum(highest, -lowest)
-    return highest - lowest <= RELATIVE_ERROR * largest.clamp(min=EPS)
+    max_abs_reward = torch.maximum(highest, -lowest)
+    return highest - lowest <= RELATIVE_ERROR * max_abs_reward.clamp(min=EPS)
 
 
 def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps: float = EPS) -> Tensor:
@@ -85,8 +85,8 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
 def _standard_deviation(rewards: Tensor, dims: list[int]) -> Tensor:
     """Return the standard deviation (ddof 1, dims kept) of the non-NaN rewards; NaN for fewer than two rewards."""
     count = (~rewards.isnan()).sum(dims, keepdim=True)
-    squares = (rewards - rewards.nanmean(dims, keepdim=True)).square()
-    return (squares.nansum(dims, keepdim=True) / (count - 1)).sqrt()
+    squared_deviations = (rewards - rewards.nanmean(dims, keepdim=True)).square()
+    return (squared_deviations.nansum(dims, keepdim=True) / (count - 1)).sqrt()
 
 
 def select_groups(is_zero_variance: Tensor, count: int) -> list[int]:
@@ -121,24 +121,24 @@ def gae(
     advantages = torch.zeros_like(values)
     next_advantage = torch.zeros_like(bootstrap)  # [N], the estimate of the next token
     next_value = bootstrap.clone()  # [N], the value of the state after this token
-    ends = lengths.cumsum(0)
-    longest = max(lengths.tolist(), default=0)
+    sequence_ends = lengths.cumsum(0)
+    max_length = max(lengths.tolist(), default=0)
     # Go from the last token to the first, in all sequences at once.
-    for steps_back in range(1, longest + 1):
-        alive = lengths >= steps_back
-        token = (ends - steps_back)[alive]
-        delta = rewards[token] + gamma * next_value[alive] - values[token]
-        next_advantage[alive] = delta + gamma * gae_lambda * next_advantage[alive]
-        next_value[alive] = values[token]
-        advantages[token] = next_advantage[alive]
+    for steps_back in range(1, max_length + 1):
+        has_token = lengths >= steps_back
+        token_index = (sequence_ends - steps_back)[has_token]
+        delta = rewards[token_index] + gamma * next_value[has_token] - values[token_index]
+        next_advantage[has_token] = delta + gamma * gae_lambda * next_advantage[has_token]
+        next_value[has_token] = values[token_index]
+        advantages[token_index] = next_advantage[has_token]
     return advantages
 
 
 def returns_to_go(rewards: Tensor, lengths: Tensor) -> Tensor:
     """Return the sums [M] of rewards [M] from each token to the end of its sequence."""
-    values = torch.zeros_like(rewards)
+    zero_values = torch.zeros_like(rewards)
     bootstrap = rewards.new_zeros(len(lengths))
-    return gae(rewards, values, lengths, gamma=1.0, gae_lambda=1.0, bootstrap=bootstrap)
+    return gae(rewards, zero_values, lengths, gamma=1.0, gae_lambda=1.0, bootstrap=bootstrap)
 
 
 def token_rewards(scores: Tensor, kl: Tensor, lengths: Tensor, *, kl_coef: float) -> Tensor:
@@ -148,8 +148,8 @@ def token_rewards(scores: Tensor, kl: Tensor, lengths: Tensor, *, kl_coef: float
     """
     rewards = -kl_coef * kl
     has_tokens = lengths > 0
-    last_tokens = lengths.cumsum(0)[has_tokens] - 1
-    rewards[last_tokens] += scores[has_tokens]
+    last_token_index = lengths.cumsum(0)[has_tokens] - 1
+    rewards[last_token_index] += scores[has_tokens]
     return rewards
 
 

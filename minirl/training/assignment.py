@@ -55,28 +55,31 @@ def plan_microbatches(
     for sequence in sorted(sequences, key=lambda sequence: (-sequence.num_tokens, sequence)):
         by_prompt[sequence.prompt_id].append(sequence)
     pieces = list(map(_make_piece, by_prompt.values()))
-    equal_share = -sum(piece.negated_size for piece in pieces) / num_ranks
+    tokens_per_rank = -sum(piece.negated_num_tokens for piece in pieces) / num_ranks
     heapq.heapify(pieces)
     ranks = [_Rank() for _ in range(num_ranks)]
     while pieces:
         piece = heapq.heappop(pieces)
-        rank = min(ranks, key=lambda rank: rank.load_with(piece))
-        is_too_large = rank.load_with(piece) > equal_share or -piece.negated_size > max_tokens
+        rank = min(ranks, key=lambda rank: rank.num_tokens_with(piece))
+        is_too_large = rank.num_tokens_with(piece) > tokens_per_rank or -piece.negated_num_tokens > max_tokens
         if is_too_large and len(piece.members) > 1:
             # The members are sorted by length, so each half gets about half of the tokens.
             heapq.heappush(pieces, _make_piece(piece.members[::2]))
             heapq.heappush(pieces, _make_piece(piece.members[1::2]))
             continue
         refuse(
-            -piece.negated_size > max_tokens,
-            f"--max-tokens-per-microbatch {max_tokens}: a rollout has {-piece.negated_size} tokens; raise the limit",
+            -piece.negated_num_tokens > max_tokens,
+            f"--max-tokens-per-microbatch {max_tokens}: a rollout has {-piece.negated_num_tokens} "
+            "tokens; raise the limit",
         )
-        fitting = [micro for micro in rank.microbatches if micro.load_with(piece) <= max_tokens]
-        if not fitting:
-            fitting = [_Load()]
-            rank.microbatches += fitting
+        fitting_microbatches = [
+            micro for micro in rank.microbatches if micro.num_tokens_with(piece) <= max_tokens
+        ]
+        if not fitting_microbatches:
+            fitting_microbatches = [_Load()]
+            rank.microbatches += fitting_microbatches
         rank.add(piece)
-        min(fitting, key=lambda micro: piece.prompt_id not in micro.prompts).add(piece)
+        min(fitting_microbatches, key=lambda micro: piece.prompt_id not in micro.prompts).add(piece)
     microbatches_per_rank = [[sorted(micro.members) for micro in rank.microbatches] for rank in ranks]
     num_microbatches = max(map(len, microbatches_per_rank))
     return [micros + [[]] * (num_microbatches - len(micros)) for micros in microbatches_per_rank]
@@ -89,17 +92,22 @@ class _Piece(NamedTuple):
     """
 
     # Negated number of tokens to process for these sequences: the prompt once and every completion.
-    negated_size: int
+    negated_num_tokens: int
     members: list[SequenceInfo]  # longest first
     prompt_id: RolloutId
     num_prompt_tokens: int
 
 
 def _make_piece(members: list[SequenceInfo]) -> _Piece:
-    first = members[0]
-    num_completion_tokens = sum(sequence.num_tokens - first.num_prompt_tokens for sequence in members)
+    first_sequence = members[0]
+    num_completion_tokens = sum(
+        sequence.num_tokens - first_sequence.num_prompt_tokens for sequence in members
+    )
     return _Piece(
-        -first.num_prompt_tokens - num_completion_tokens, members, first.prompt_id, first.num_prompt_tokens
+        -first_sequence.num_prompt_tokens - num_completion_tokens,
+        members,
+        first_sequence.prompt_id,
+        first_sequence.num_prompt_tokens,
     )
 
 
@@ -111,14 +119,14 @@ class _Load:
     prompts: set[RolloutId] = field(default_factory=set)
     num_tokens: int = 0
 
-    def load_with(self, piece: _Piece) -> int:
+    def num_tokens_with(self, piece: _Piece) -> int:
         """Return the token count after adding this piece. A prompt that is already present adds no tokens."""
-        num_shared = piece.num_prompt_tokens if piece.prompt_id in self.prompts else 0
-        return self.num_tokens - piece.negated_size - num_shared
+        num_shared_tokens = piece.num_prompt_tokens if piece.prompt_id in self.prompts else 0
+        return self.num_tokens - piece.negated_num_tokens - num_shared_tokens
 
     def add(self, piece: _Piece) -> None:
         """Add the piece."""
-        self.num_tokens = self.load_with(piece)
+        self.num_tokens = self.num_tokens_with(piece)
         self.members += piece.members
         self.prompts.add(piece.prompt_id)
 

@@ -139,7 +139,7 @@ class Batch:
         return self.loss_mask.nonzero()[:, 0]
 
     @property
-    def last_index(self) -> Tensor:
+    def last_token_index(self) -> Tensor:
         """The index of each sequence's last token in the packed batch, int64 [N]."""
         return to_device(torch.tensor(self.lengths, dtype=torch.int64).cumsum(0) - 1, self.tokens.device)
 
@@ -169,7 +169,7 @@ class Batch:
 
     def to(self, device: torch.device) -> Self:
         """Return a copy with all per-token tensors on `device`."""
-        return self.replace(**{name: stream.to(device) for name, stream in self._streams().items()})
+        return self.replace(**{name: stream.to(device) for name, stream in self._per_token_tensors().items()})
 
     def token_index(self, sequences: Sequence[SequenceInfo]) -> Tensor:
         """Return the indices of these sequences' tokens in the packed batch, int64.
@@ -187,7 +187,7 @@ class Batch:
     def select(self, sequences: Sequence[SequenceInfo]) -> Self:
         """Return a batch of these sequences in this order, looked up by id."""
         token_index = self.token_index(sequences)
-        streams = {name: stream[token_index] for name, stream in self._streams().items()}
+        streams = {name: stream[token_index] for name, stream in self._per_token_tensors().items()}
         return self.replace(sequences=tuple(sequences), **streams)
 
     @property
@@ -201,16 +201,16 @@ class Batch:
         stream[self.loss_index] = values
         return stream
 
-    def spread(self, values: Tensor) -> Tensor:
+    def sequences_to_tokens(self, values: Tensor) -> Tensor:
         """Return a per-token tensor [T] with each sequence's value [N] at its sampled tokens, and 0 elsewhere."""
         repeated = repeat_over_tokens(values.to(self.tokens.device), self.lengths)
         return repeated.masked_fill(~self.loss_mask, 0)
 
-    def spread_rollouts(self, values: Tensor) -> Tensor:
+    def rollouts_to_tokens(self, values: Tensor) -> Tensor:
         """Return a per-token tensor [T] with each rollout's value [P, G] at its sampled tokens, and 0 elsewhere."""
-        return self.spread(values.flatten()[self.rollout_index])
+        return self.sequences_to_tokens(values.flatten()[self.rollout_index])
 
-    def _streams(self) -> dict[str, Tensor]:
+    def _per_token_tensors(self) -> dict[str, Tensor]:
         """Return the computed per-token tensors, keyed by field name."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
@@ -219,7 +219,7 @@ class Batch:
 def gather_infos(rewarded: Iterable[RewardedRollout]) -> list[RolloutInfo]:
     """Gather sorted infos for all ranks' rollouts (collective). rewarded: this rank's rollouts."""
     local_infos = [
-        RolloutInfo(list(map(_sequence_info, rollout.branches)), rollout.is_truncated, rewards)
+        RolloutInfo(list(map(make_sequence_info, rollout.branches)), rollout.is_truncated, rewards)
         for rollout, _, rewards in rewarded
     ]
     # Ids are unique, so sorting never compares the other fields.
@@ -239,7 +239,7 @@ def pack(branches: Sequence[SampledSequence], batch_type: type[Batch] = Batch) -
     """Pack branches into a batch on the host, without setting rollout indices. Not collective."""
     packed = join_streams(*(branch.stream for branch in branches))
     streams = {name: torch.from_numpy(packed[field].copy()) for name, field in TOKEN_STREAMS.items()}
-    return batch_type(sequences=tuple(map(_sequence_info, branches)), **streams)
+    return batch_type(sequences=tuple(map(make_sequence_info, branches)), **streams)
 
 
 def exchange(
@@ -264,34 +264,44 @@ def exchange(
     local_batch = pack(all_branches(rollouts), batch_type).replace(**(streams or {}))
     ranks = range(world_size())
     # The sequences that each rank trains on, in all minibatches.
-    planned = [[sequence for per_rank in plan for micro in per_rank[r] for sequence in micro] for r in ranks]
-    sent = [[sequence for sequence in part if sequence.owner_rank == rank()] for part in planned]
-    received = [[sequence for sequence in planned[rank()] if sequence.owner_rank == r] for r in ranks]
+    planned_sequences = [
+        [sequence for per_rank in plan for micro in per_rank[r] for sequence in micro] for r in ranks
+    ]
+    sent_sequences = [
+        [sequence for sequence in part if sequence.owner_rank == rank()] for part in planned_sequences
+    ]
+    received = [
+        [sequence for sequence in planned_sequences[rank()] if sequence.owner_rank == r] for r in ranks
+    ]
     num_sent, num_received = (
-        [sum(sequence.num_tokens for sequence in part) for part in parts] for parts in (sent, received)
+        [sum(sequence.num_tokens for sequence in part) for part in sequence_tokens]
+        for sequence_tokens in (sent_sequences, received)
     )
-    outgoing = local_batch.select(list(itertools.chain(*sent)))
-    incoming = {}
+    outgoing_batch = local_batch.select(list(itertools.chain(*sent_sequences)))
+    received_streams = {}
     with spent_on("wait_ranks"):
-        for name, stream in outgoing._streams().items():
-            incoming[name] = stream.new_empty(sum(num_received), *stream.shape[1:])
-            dist.all_to_all_single(incoming[name], stream, num_received, num_sent)
-    unsorted = local_batch.replace(sequences=tuple(itertools.chain(*received)), **incoming)
-    batch = unsorted.select(sorted(unsorted.sequences))
+        for name, stream in outgoing_batch._per_token_tensors().items():
+            received_streams[name] = stream.new_empty(sum(num_received), *stream.shape[1:])
+            dist.all_to_all_single(received_streams[name], stream, num_received, num_sent)
+    unsorted_batch = local_batch.replace(sequences=tuple(itertools.chain(*received)), **received_streams)
+    batch = unsorted_batch.select(sorted(unsorted_batch.sequences))
     # Shared prompts must be identical, because they go through the model only once.
-    parts = zip(batch.sequences, batch.tokens.split(batch.lengths), strict=True)
-    prompts = {(info.prompt_id, tokens[: info.num_prompt_tokens].numpy().tobytes()) for info, tokens in parts}
-    assert len(prompts) == len(dict(prompts)), "one prompt's rollouts begin differently"
+    sequence_tokens = zip(batch.sequences, batch.tokens.split(batch.lengths), strict=True)
+    prompt_contents = {
+        (info.prompt_id, tokens[: info.num_prompt_tokens].numpy().tobytes())
+        for info, tokens in sequence_tokens
+    }
+    assert len(prompt_contents) == len(dict(prompt_contents)), "one prompt's rollouts begin differently"
     return batch
 
 
-def _sequence_info(branch: SampledSequence) -> SequenceInfo:
+def make_sequence_info(branch: SampledSequence) -> SequenceInfo:
     """Return the info for a branch on this rank."""
     return SequenceInfo(
         branch.rollout_id,
         len(branch.stream),
         num_prompt_tokens=branch.num_prompt_tokens,
-        num_loss_tokens=branch.num_sampled,
+        num_loss_tokens=branch.num_sampled_tokens,
         temperature=branch.temperature,
         is_truncated=branch.is_truncated,
         owner_rank=rank(),

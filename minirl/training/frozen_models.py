@@ -24,17 +24,17 @@ def on_device(model: Transformer, device: torch.device) -> Iterator[None]:
     takes up to twice the size of the tensors, because torch rounds each tensor up to a power of two. On the CPU nothing
     is copied. Not collective.
     """
-    host = []
+    host_tensors = []
     try:
         for parameter in model.parameters():
             if device.type == "cuda":
                 parameter.data = parameter.data.pin_memory()  # does not copy a tensor that is already pinned
-            host.append(parameter.data)
+            host_tensors.append(parameter.data)
             parameter.data = parameter.data.to(device, non_blocking=True)
         yield
     finally:
         # The device may have run out of memory before the last weights were copied.
-        for parameter, host_data in zip(model.parameters(), host, strict=False):
+        for parameter, host_data in zip(model.parameters(), host_tensors, strict=False):
             parameter.data = host_data
 
 

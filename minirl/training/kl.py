@@ -22,6 +22,6 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor
     if estimator == "k2":
         return d.square() / 2
     if estimator == "k3":
-        bounded = d.clamp(min=-MAX_LOG_RATIO)
-        return torch.expm1(-bounded) + bounded
+        clamped_log_ratio = d.clamp(min=-MAX_LOG_RATIO)
+        return torch.expm1(-clamped_log_ratio) + clamped_log_ratio
     raise ValueError(f"KL estimator {estimator!r} is unknown")

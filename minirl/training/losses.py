@@ -55,14 +55,14 @@ def importance_ratio(
     log_ratio = logprobs - old_logprobs
     if level == "token":
         return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
-    sums = sequence_sums(log_ratio, lengths)
+    sequence_log_ratios = sequence_sums(log_ratio, lengths)
     if level == "sequence_mean":
         num_loss_tokens = sequence_sums(loss_mask, lengths)
-        sums = sums / num_loss_tokens.clamp(min=1)
+        sequence_log_ratios = sequence_log_ratios / num_loss_tokens.clamp(min=1)
     elif level != "sequence_sum":
         raise ValueError(f"ratio level {level!r}: choose token, sequence_mean or sequence_sum")
-    ratios = sums.clamp(max=MAX_LOG_RATIO).exp()
-    return repeat_over_tokens(ratios, lengths)
+    sequence_ratios = sequence_log_ratios.clamp(max=MAX_LOG_RATIO).exp()
+    return repeat_over_tokens(sequence_ratios, lengths)
 
 
 def clipped_policy_loss(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
@@ -155,7 +155,7 @@ def loss_weights(
     Rollouts whose `keep` (bool [P, G]) is false get weight 0 and count toward neither N nor sum(L).
     """
     lengths = num_loss_tokens.double()
-    kept = keep.double()
+    keep_mask = keep.double()
     minibatch = minibatch_index(lengths.numel(), num_minibatches)
 
     def minibatch_total(values: Tensor) -> Tensor:
@@ -164,9 +164,9 @@ def loss_weights(
         return sums.clamp(min=1)[minibatch].view_as(values)
 
     if norm == "token_mean":
-        return kept / minibatch_total(kept * lengths)
+        return keep_mask / minibatch_total(keep_mask * lengths)
     if norm == "sequence_mean":
-        return kept / (minibatch_total(kept) * lengths.clamp(min=1))
+        return keep_mask / (minibatch_total(keep_mask) * lengths.clamp(min=1))
     if norm == "constant":
-        return kept / (minibatch_total(kept) * constant)
+        return keep_mask / (minibatch_total(keep_mask) * constant)
     raise ValueError(f"loss norm {norm!r}: choose token_mean, sequence_mean or constant")

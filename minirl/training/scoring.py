@@ -1,7 +1,7 @@
 """Run a model over a packed batch: compute logprobs and entropies of its tokens, or the outputs of a scalar head.
 
 Element t of every per-token tensor belongs to token t. The logprob of token t, and the value of the state before token
-t, come from the hidden state of token t - 1. Only `_previous_tokens` implements this shift.
+t, come from the hidden state of token t - 1. Only `_previous_token_index` implements this shift.
 
 Only sampled tokens go through the LM head. Logits [T, V] are never materialized, in training or under no_grad: at any
 time, only the logits of one token chunk for one vocabulary chunk exist.
@@ -44,7 +44,7 @@ def score_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     Not collective.
     """
     targets = batch.tokens[batch.loss_index]
-    states, divisor = sampling_states(model, batch), batch_logit_divisor(batch)
+    states, divisor = sampling_hidden_states(model, batch), batch_logit_divisor(batch)
     logprobs, entropies = head_logprobs(states, model.head, targets, divisor)
     return batch.scatter(logprobs), batch.scatter(entropies)
 
@@ -54,9 +54,9 @@ def score_teacher(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
 
     A sampled token that the model lacks gets UNKNOWN_TOKEN_LOGPROB.
     """
-    is_known = batch.tokens < model.config.vocab_size
+    is_in_vocab = batch.tokens < model.config.vocab_size
     logprobs, entropies = score_batch(model, clamp_unknown_tokens(model, batch))
-    return logprobs.where(is_known | ~batch.loss_mask, UNKNOWN_TOKEN_LOGPROB), entropies
+    return logprobs.where(is_in_vocab | ~batch.loss_mask, UNKNOWN_TOKEN_LOGPROB), entropies
 
 
 def value_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -66,12 +66,12 @@ def value_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     the second result is the value of the state after the token, which is the reward if the model is a reward model.
     Both results are 0 elsewhere, and differentiable with respect to the parameters. Not collective.
     """
-    before, last = _previous_tokens(batch), batch.last_index
-    states = _hidden_states_at(model, clamp_unknown_tokens(model, batch), torch.cat([before, last]))
+    before, last = _previous_token_index(batch), batch.last_token_index
+    hidden = _hidden_states_at(model, clamp_unknown_tokens(model, batch), torch.cat([before, last]))
     # Multiply and sum one state at a time, because a matmul with one column is not batch-invariant.
-    upcast_dtype = at_least_fp32(states.dtype)
-    weight = model.score.weight.to(upcast_dtype)
-    outputs = (states.to(upcast_dtype) * weight).sum(-1)
+    upcast_dtype = at_least_fp32(hidden.dtype)
+    score_weight = model.score.weight.to(upcast_dtype)
+    outputs = (hidden.to(upcast_dtype) * score_weight).sum(-1)
     values, scores = outputs.split([len(before), len(last)])
     end_values = values.new_zeros(len(batch.tokens))
     end_values[last] = scores
@@ -86,12 +86,12 @@ def clamp_unknown_tokens(model: Transformer, batch: Batch) -> Batch:
     return batch.replace(tokens=batch.tokens.clamp(max=model.config.vocab_size - 1))
 
 
-def sampling_states(model: Transformer, batch: Batch) -> Tensor:
+def sampling_hidden_states(model: Transformer, batch: Batch) -> Tensor:
     """Return the final hidden states [M, D] that the batch's tokens were sampled from. Not collective."""
-    return _hidden_states_at(model, batch, _previous_tokens(batch))
+    return _hidden_states_at(model, batch, _previous_token_index(batch))
 
 
-def _previous_tokens(batch: Batch) -> Tensor:
+def _previous_token_index(batch: Batch) -> Tensor:
     """Return the index in the packed batch of the token before each sampled token, int64 [M] (the next-token shift)."""
     return batch.loss_index - 1
 
@@ -116,10 +116,10 @@ def head_logprobs(states: Tensor, head: Tensor, targets: Tensor, divisor: Tensor
     states: hidden states [M, D]. head: [V, D]. divisor [M, 1]: divides the logits; see `logit_divisor`.
     """
     if states.device.type == "cpu":
-        chunks = (TOKEN_CHUNK, VOCAB_CHUNK)
+        chunk_sizes = (TOKEN_CHUNK, VOCAB_CHUNK)
     else:  # all tokens at once, so that each pass reads the head's weight only once
-        chunks = (max(1, len(states)), chunk_width(len(states), len(head)))
-    return ChunkedLogprobs.apply(states, head, targets, divisor, *chunks)
+        chunk_sizes = (max(1, len(states)), chunk_width(len(states), len(head)))
+    return ChunkedLogprobs.apply(states, head, targets, divisor, *chunk_sizes)
 
 
 def refuse_skipped_gradient(
@@ -137,7 +137,10 @@ def refuse_skipped_gradient(
         return
     gradients = torch.autograd.grad(objective, (new, entropy), retain_graph=True, materialize_grads=True)
     refuse(
-        any((micro.spread(is_skipped_sequence) & (gradient.abs() > 0)).any() for gradient in gradients),
+        any(
+            (micro.sequences_to_tokens(is_skipped_sequence) & (gradient.abs() > 0)).any()
+            for gradient in gradients
+        ),
         "can_skip: skips rollouts that get a gradient from this script's token_loss or token_advantages; compute "
         "their advantages in `advantages`, or train on all rollouts with is_skipped = None in main",
     )
@@ -187,7 +190,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         # The incoming gradients, multiplied by the formulas' 1 / T.
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(entropies)
-        logprob_grad = grad_logprobs[:, None] / divisor
+        scaled_grad_logprobs = grad_logprobs[:, None] / divisor
         entropy_grad = None if grad_entropies is None else grad_entropies[:, None] / divisor
         grad_hidden = torch.zeros_like(hidden, dtype=divisor.dtype)
         grad_head = torch.empty_like(head) if ctx.needs_input_grad[1] else None
@@ -199,16 +202,16 @@ class ChunkedLogprobs(torch.autograd.Function):
                 chunk = slice(start, start + ctx.token_chunk)
                 logits = chunk_logits(hidden[chunk], head_chunk, divisor[chunk])
                 logprobs = log_softmax(logits, totals[chunk] if totals.numel() else None)
-                grad = _logit_gradient(
+                grad_logits = _logit_gradient(
                     logprobs,
                     targets[chunk, None] - chunk_start,
                     entropies[chunk, None],
-                    logprob_grad=logprob_grad[chunk],
+                    logprob_grad=scaled_grad_logprobs[chunk],
                     entropy_grad=None if entropy_grad is None else entropy_grad[chunk],
                 )
-                grad_hidden[chunk].add_(mm_fp32_out(grad, head_chunk, head.dtype))
+                grad_hidden[chunk].add_(mm_fp32_out(grad_logits, head_chunk, head.dtype))
                 if grad_head is not None:
-                    grad_head_chunk.add_(mm_fp32_out(grad.t(), hidden[chunk], head.dtype))
+                    grad_head_chunk.add_(mm_fp32_out(grad_logits.t(), hidden[chunk], head.dtype))
             if grad_head is not None:
                 grad_head[chunk_start : chunk_start + ctx.vocab_chunk] = grad_head_chunk
         return grad_hidden.to(hidden.dtype), grad_head, *[None] * 4
@@ -231,7 +234,7 @@ def _score_token_chunk(
         return target_logprobs, _entropies(logprobs), divisor.new_empty(0)
     # Allocate the results before the loop: small tensors between the freed logits would keep malloc from reusing that
     # memory.
-    totals = divisor.new_empty(len(hidden), len(head_chunks))
+    chunk_totals = divisor.new_empty(len(hidden), len(head_chunks))
     entropies = divisor.new_empty(len(hidden), len(head_chunks))
     target_logits = divisor.new_empty(len(hidden), 1)
     chunk_start = 0
@@ -239,16 +242,16 @@ def _score_token_chunk(
         logits = chunk_logits(hidden, head_chunk, divisor)
         index, is_in_chunk = index_in_chunk(targets - chunk_start, len(head_chunk))
         target_logits.copy_(torch.where(is_in_chunk, logits.gather(1, index), target_logits))
-        totals[:, i] = logits.logsumexp(-1)
+        chunk_totals[:, i] = logits.logsumexp(-1)
         # Conditional logprobs, given that the token is in this vocabulary chunk.
-        logprobs = logits.sub_(totals[:, i, None])
+        logprobs = logits.sub_(chunk_totals[:, i, None])
         entropies[:, i] = _entropies(logprobs)
         chunk_start += len(head_chunk)
-    target_logprobs = log_softmax(target_logits, totals)[:, 0]
+    target_logprobs = log_softmax(target_logits, chunk_totals)[:, 0]
     # The entropy of choosing a chunk, plus the mean entropy of choosing a token within a chunk.
-    chunk_logprobs = torch.log_softmax(totals, -1)
-    terms = chunk_logprobs.exp() * (entropies - chunk_logprobs)
-    return target_logprobs, terms.nan_to_num(0.0).sum(-1), totals
+    chunk_logprobs = torch.log_softmax(chunk_totals, -1)
+    entropy_terms = chunk_logprobs.exp() * (entropies - chunk_logprobs)
+    return target_logprobs, entropy_terms.nan_to_num(0.0).sum(-1), chunk_totals
 
 
 def _entropies(logprobs: Tensor) -> Tensor:

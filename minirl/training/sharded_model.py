@@ -102,8 +102,8 @@ class ShardedModel:
 
         # 2. Shard the parameters. Frozen parameters stay full unless `shard_weights` applies.
         self._units = [*self.module.layers, self.module]
-        full = set() if self._shards_weights else set(frozen.values())
-        self._shard_units(device, full, offload_optimizer=offload_optimizer)
+        unsharded_parameters = set() if self._shards_weights else set(frozen.values())
+        self._shard_units(device, unsharded_parameters, offload_optimizer=offload_optimizer)
 
         # 3. Allocate the parameters and load their values.
         init_device = "cpu" if offload_optimizer else device
@@ -118,9 +118,9 @@ class ShardedModel:
 
         # 4. Create the weights to compute with.
         if self._shards_weights:
-            storage = sharded_storage(self.module, self._frozen, dtype, device)
+            storage = make_sharded_storage(self.module, self._frozen, dtype, device)
         else:
-            storage = full_storage(self.module, self._frozen, device)
+            storage = make_full_storage(self.module, self._frozen, device)
         self.compute_weights, self.decoder, self.scorer = storage
         if self._shards_weights:
             self._copy_to_compute_weights(self._frozen)
@@ -132,20 +132,22 @@ class ShardedModel:
         """Wrap the units in FSDP, except for the ignored parameters (collective)."""
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        precision = MixedPrecisionPolicy(
+        precision_policy = MixedPrecisionPolicy(
             param_dtype=self.dtype,
             reduce_dtype=at_least_fp32(self.dtype),
             cast_forward_inputs=False,  # casting would round the fp32 RoPE tables
         )
-        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload_optimizer else OffloadPolicy()
+        offload_policy = (
+            CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload_optimizer else OffloadPolicy()
+        )
         mesh = init_device_mesh(device.type, (world_size(),))
         for unit in self._units:
             reshards = self._shards_weights and unit is not self.module
             fully_shard(
                 unit,
                 mesh=mesh,
-                mp_policy=precision,
-                offload_policy=offload,
+                mp_policy=precision_policy,
+                offload_policy=offload_policy,
                 reshard_after_forward=reshards,
                 ignored_params=ignored,
             )
@@ -165,12 +167,12 @@ class ShardedModel:
             sharded, dtype = self.masters | self._frozen, self.dtype
         else:
             return self.compute_weights if keep else {}
-        gathered = {}
+        gathered_weights = {}
         for name, parameter in sharded.items():
             full = parameter.full_tensor()  # type: ignore[attr-defined]
             if keep:
-                gathered[name] = full.detach().to("cpu", dtype)
-        return gathered
+                gathered_weights[name] = full.detach().to("cpu", dtype)
+        return gathered_weights
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Accumulate the gradient of a microbatch's loss.
@@ -194,13 +196,16 @@ class ShardedModel:
         torch would allocate the moments in the first `step`, in the middle of the memory that the update freed. On
         CUDA, that would leave no block large enough for the next generation phase's cache.
         """
-        masters = self.masters.values()
-        groups = [
-            {"params": [master for master in masters if master.ndim > 1], "weight_decay": weight_decay},
-            {"params": [master for master in masters if master.ndim == 1], "weight_decay": 0.0},
+        master_weights = self.masters.values()
+        param_groups = [
+            {
+                "params": [master for master in master_weights if master.ndim > 1],
+                "weight_decay": weight_decay,
+            },
+            {"params": [master for master in master_weights if master.ndim == 1], "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(groups, lr=1.0, betas=betas, fused=True)
-        for master in masters:
+        optimizer = torch.optim.AdamW(param_groups, lr=1.0, betas=betas, fused=True)
+        for master in master_weights:
             optimizer.state[master] = {
                 "step": torch.zeros((), dtype=torch.float32, device=master.device),
                 "exp_avg": torch.zeros_like(master),
@@ -221,14 +226,14 @@ class ShardedModel:
         Collective. Raises GuardError on all ranks: before the update if the gradient norm is non-finite, and after the
         update if the weights are non-finite. So non-finite weights are never saved.
         """
-        trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        for other in {*self.masters.values()} - trained:
+        trained_parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        for other in {*self.masters.values()} - trained_parameters:
             other.grad = None
         gradients = {name: master.grad for name, master in self.masters.items() if master.grad is not None}
         norm = _total_norm(gradients.values()) if gradients else 0.0
         if not math.isfinite(norm):
-            culprit = _first_nonfinite(gradients)
-            raise GuardError(f"gradient norm is {norm}: {culprit}. Nothing was updated; try a lower --lr")
+            cause = _first_nonfinite(gradients)
+            raise GuardError(f"gradient norm is {norm}: {cause}. Nothing was updated; try a lower --lr")
         if norm == 0:
             optimizer.zero_grad()
             return norm
@@ -244,9 +249,9 @@ class ShardedModel:
         optimizer.zero_grad()
         weight_norm = _total_norm(self.masters.values())
         if not math.isfinite(weight_norm):
-            culprit = _first_nonfinite(self.masters)
+            cause = _first_nonfinite(self.masters)
             raise GuardError(
-                f"after this update, the norm of the weights is {weight_norm}: {culprit}. The weights are not saved, "
+                f"after this update, the norm of the weights is {weight_norm}: {cause}. The weights are not saved, "
                 "and the last checkpoint is unchanged; try a lower --lr"
             )
         self.refresh()
@@ -276,8 +281,10 @@ class ShardedModel:
         """
         # "exp_avg.model.norm.weight" is the "exp_avg" of "model.norm.weight".
         split_keys = {key: key.split(".", 1) for key in saved[0]}
-        unmatched = {name for _, name in split_keys.values()} ^ self.masters.keys()
-        refuse(unmatched, f"{origin} belongs to another model: {sorted(unmatched)[:5]} (first five)")
+        unmatched_names = {name for _, name in split_keys.values()} ^ self.masters.keys()
+        refuse(
+            unmatched_names, f"{origin} belongs to another model: {sorted(unmatched_names)[:5]} (first five)"
+        )
         for key, (state_name, name) in split_keys.items():
             master = self.masters[name]
             state = {"masters": master} if state_name == "masters" else optimizer.state[master]
@@ -324,15 +331,15 @@ class ShardedModel:
         pairs: (full weight, this rank's shard).
         """
         # FSDP splits the rows into chunks of equal size; the last chunks may be smaller, or empty.
-        sizes = [math.ceil(len(weight) / world_size()) * weight[0].numel() for weight, _ in pairs]
-        send_buffer = pairs[0][0].new_zeros(sum(sizes))
-        for slot, (_, shard) in zip(send_buffer.split(sizes), pairs, strict=True):
+        chunk_sizes = [math.ceil(len(weight) / world_size()) * weight[0].numel() for weight, _ in pairs]
+        send_buffer = pairs[0][0].new_zeros(sum(chunk_sizes))
+        for slot, (_, shard) in zip(send_buffer.split(chunk_sizes), pairs, strict=True):
             slot[: shard.numel()].copy_(shard.flatten(), non_blocking=True)
-        per_rank = send_buffer.new_empty(world_size(), len(send_buffer))
+        chunks_per_rank = send_buffer.new_empty(world_size(), len(send_buffer))
         # torch 2.13 deprecates the old name, which is the only name in torch 2.11.
-        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-        gather(per_rank.view(-1), send_buffer)
-        for (weight, _), chunks in zip(pairs, per_rank.split(sizes, 1), strict=True):
+        all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        all_gather(chunks_per_rank.view(-1), send_buffer)
+        for (weight, _), chunks in zip(pairs, chunks_per_rank.split(chunk_sizes, 1), strict=True):
             weight.copy_(chunks.reshape(-1, *weight.shape[1:])[: len(weight)])
 
 
@@ -344,7 +351,7 @@ class Storage(NamedTuple):
     scorer: Transformer
 
 
-def full_storage(module: Transformer, frozen: Mapping[str, Tensor], device: torch.device) -> Storage:
+def make_full_storage(module: Transformer, frozen: Mapping[str, Tensor], device: torch.device) -> Storage:
     """Gather full weights on each rank as the module's parameters (collective)."""
     for parameter in frozen.values():
         parameter.data = parameter.data.to(device)
@@ -358,7 +365,7 @@ def full_storage(module: Transformer, frozen: Mapping[str, Tensor], device: torc
     return Storage(dict(module.named_parameters()), decoder, decoder)
 
 
-def sharded_storage(
+def make_sharded_storage(
     module: Transformer, frozen: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> Storage:
     """Gather the root's weights, and make a decoder whose linear layers have only this rank's rows, initialized to 0
@@ -368,8 +375,8 @@ def sharded_storage(
     """
     module.unshard()  # type: ignore[operator]
     layer_parameters = set(module.layers.parameters())
-    named = module.named_parameters(remove_duplicate=False)
-    root_weights = {name: weight for name, weight in named if weight not in layer_parameters}
+    named_parameters = module.named_parameters(remove_duplicate=False)
+    root_weights = {name: weight for name, weight in named_parameters if weight not in layer_parameters}
     weights: dict[str, Tensor] = {
         name: weight for name, weight in module.named_parameters() if name in root_weights
     }

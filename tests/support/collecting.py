@@ -81,7 +81,7 @@ def make_collector(
     functions = {"sums": sums} if functions is None else functions
     collector = Collector(engine, prompts, functions, **{"group_size": 3, **options})
     if options.get("max_staleness") and round_tokens:
-        collector._round_tokens = round_tokens
+        collector._max_tokens_per_round = round_tokens
     return collector
 
 
@@ -153,7 +153,7 @@ def collected(
         assert not collector.engine.is_busy, "the engine keeps finished requests"
         rewarded = [
             (*facts(rollout), [math.inf if math.isnan(x) else x for x in rewards])
-            for rollout, _, rewards in groups.rewarded
+            for rollout, _, rewards in groups.rewarded_rollouts
         ]
         steps.append(rewarded)
     return steps

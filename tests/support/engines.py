@@ -115,7 +115,7 @@ def next_turn(
     request: Request, rollout: SampledSequence, reply: Sequence[int], num_tokens: int, **changes
 ) -> Request:
     """Return the request for another turn of up to `num_tokens` after a reply."""
-    sampled = np.concatenate([rollout.after_prompt, make_token_stream(reply)])
+    sampled = np.concatenate([rollout.tokens_after_prompt, make_token_stream(reply)])
     start = len(sampled)
     return replace(request, sampled=sampled, turn_start=start, max_new_tokens=start + num_tokens, **changes)
 

@@ -91,12 +91,12 @@ class GatedDeltaNet(nn.Module):
     def _run_packed(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: PackedLayout) -> Tensor:
         """Return the rule's outputs [T', heads, C] for packed sequences; store the final states if there is a cache."""
         # The convolution's inputs for each row, oldest first.
-        windows = layout.derive(index_windows, self.shape.kernel_size)  # [kernel, T']
+        windows = layout.memoize(index_windows, self.shape.kernel_size)  # [kernel, T']
         padded = F.pad(mixed, (0, 0, 0, 1))  # a row of zeros, for tokens before the beginning of a sequence
         inputs = (padded[index] for index in windows)
         convolved = delta_rule.convolve(inputs, self.conv1d.weight)
         rows = self._delta_rows(convolved, decay, beta)
-        chunks = layout.derive(delta_rule.index_chunks)
+        chunks = layout.memoize(delta_rule.index_chunks)
         slot_mapping = layout.slot_mapping
         if slot_mapping is None:
             return delta_rule.run_chunks(rows, chunks)
@@ -115,7 +115,7 @@ class GatedDeltaNet(nn.Module):
         num_padded = delta_rule.padded_rows(self.shape, mixed.device)
         kernel_size = self.shape.kernel_size
         out = decay.new_empty(*decay.shape, self.shape.value_head_dim)
-        for token_index in layout.derive(split_rounds):
+        for token_index in layout.memoize(split_rounds):
             slots = layout.slot_mapping.rows[token_index]  # [n]
             positions = layout.positions[token_index]
             states.inputs[slots, positions % kernel_size] = mixed[token_index]

@@ -65,7 +65,7 @@ def index_chunks(layout: PackedLayout) -> ChunkIndex:
         round 1   chunk 2: 32 to 63                 chunk 3: 32 to 34, 70 to 74, padding
         round 2   chunk 4: 64 to 69, padding
     """
-    num_rows = int(layout.num_computed.sum())
+    num_rows = int(layout.query_lengths.sum())
     sequences = [torch.from_numpy(rows) for rows in layout.hidden_state_rows if len(rows)]
     if not sequences:
         sequences = [torch.tensor([num_rows])]  # padding, so that every parameter gets a gradient
