@@ -221,7 +221,7 @@ def passing_types():
 @pytest.mark.slow
 def test_the_page_lists_the_types_that_pass():
     page = " ".join(DOCS.read_text().split())
-    if f"In transformers {transformers.__version__.rpartition('.')[0]} these types pass" not in page:
+    if f"With transformers {transformers.__version__.rpartition('.')[0]}, the types below pass" not in page:
         pytest.skip("the page was measured with another version of transformers")
     for kinds in passing_types():
         assert ", ".join(f"`{kind}`" for kind in kinds) in page
