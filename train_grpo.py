@@ -1,4 +1,4 @@
-r"""GRPO and its family: group-relative policy optimization of a language model, arXiv:2402.03300.
+r"""The GRPO family: group-relative policy optimization of language models (arXiv:2402.03300).
 
     torchrun --standalone --nproc-per-node 2 train_grpo.py    # bundled model and task
     torchrun --nproc-per-node 8 train_grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --chat --task gsm8k
@@ -65,7 +65,8 @@ class Config(RunConfig):
     """coefficient of the k1 KL penalty in the reward (per completion; per token with --baseline none); 0 disables"""
     kl_coef: float = 0.0  # coefficient of the k3 KL penalty in the loss; 0 disables
     teacher: str | None = None  # folder or Hub id of the on-policy distillation teacher (same token ids)
-    teacher_coef: float | None = None  # teacher KL coefficient in addition to rewards (default: distil only)
+    teacher_coef: float | None = None
+    """coefficient of the teacher KL term if the run also trains on rewards (default: distillation only, no rewards)"""
     policy_loss: Literal["clip", "cispo"] = "clip"  # PPO's clipped surrogate, or CISPO (keeps all gradients)
     ratio_level: Literal["token", "sequence_mean", "sequence_sum"] = "token"
     """importance ratio per token (PPO), or per sequence from the mean (GSPO) or sum (RLOO) of log ratios"""
@@ -153,9 +154,10 @@ def rollout_weights(config: Config, groups: Groups, max_new_tokens: int) -> Tens
 
 
 def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the token losses [T] of a microbatch, which `main` weights and sums, and the importance ratios [T].
+    """Return a microbatch's token losses [T], to be weighted and summed by `main`, and its importance ratios [T].
 
-    new [T]: the policy's logprobs, with gradient. micro has advantages, and old, sampled and reference logprobs.
+    new [T]: the policy's logprobs, attached to the autograd graph. micro: the microbatch, including its advantages and
+    the old, sampled and reference logprobs.
     """
     old = micro.old_logprobs
     ratio = importance_ratio(
@@ -254,8 +256,8 @@ def can_skip(config: Config, groups: Groups, weights: Tensor) -> Tensor:
     """Return a mask [P, G] of rollouts with zero gradient, which the update can skip to save time.
 
     A rollout's gradient is zero if its weight is 0 (weights [P, G], from `rollout_weights`), or if its advantage is 0
-    and no other term of the loss has a gradient. Each step still computes one skipped sequence; if this sequence has a
-    gradient, `refuse_skipped_gradient` raises InputError.
+    and no other term of the loss has a gradient. Each step still runs the forward and backward pass
+    on one skipped sequence; if that sequence has a nonzero gradient, `refuse_skipped_gradient` raises InputError.
     """
     if config.advantage_norm == "whiten" or config.kl_reward_coef:  # both depend on all tokens of the step
         return torch.zeros_like(weights, dtype=torch.bool)

@@ -1,4 +1,4 @@
-r"""PPO with a value model, arXiv:1707.06347, for language models, arXiv:2203.02155.
+r"""PPO with a value model (arXiv:1707.06347), as applied to language models (arXiv:2203.02155).
 
     torchrun --standalone --nproc-per-node 2 train_ppo.py     # bundled model and task
     torchrun --nproc-per-node 8 train_ppo.py --model Qwen/Qwen2.5-1.5B-Instruct --chat --task gsm8k
@@ -13,7 +13,7 @@ model, and updates both models on sums over tokens of
 
 A is the generalised advantage estimate, whitened over the step's tokens. R is the advantage estimate before whitening,
 plus V_old. A token's reward is -kl_reward_coef * (old - ref); the last token of each branch also gets the rollout's
-reward. Policy and value model share no weights.
+reward. The policy and the value model share no weights.
 
 To try something else, copy this file and change `rollout`, `advantages_and_returns`, `rollout_weights` or `token_loss`.
 
@@ -152,9 +152,10 @@ def rollout_weights(config: Config, groups: Groups, max_new_tokens: int) -> Tens
 
 
 def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the token losses [T] of a microbatch, which `main` weights and sums, and the importance ratios [T].
+    """Return a microbatch's token losses [T], to be weighted and summed by `main`, and its importance ratios [T].
 
-    new [T]: the policy's logprobs, with gradient. micro has advantages, and old and sampled logprobs.
+    new [T]: the policy's logprobs, attached to the autograd graph. micro: the microbatch, including its advantages and
+    the old and sampled logprobs.
     """
     old = micro.old_logprobs
     ratio = importance_ratio(new, old, lengths=micro.lengths, loss_mask=micro.loss_mask)

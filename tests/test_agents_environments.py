@@ -227,7 +227,7 @@ def test_an_environment_is_reset_with_the_row_and_its_methods_are_the_tools(load
     assert "closed after 2 guesses" in capfd.readouterr().out
 
 
-NO_REWARD = r"--reward {}: --{} .*mine.py:{} returns no such reward; .*`environments` with --reward FILE.py"
+NO_REWARD = r"--reward {}: --{} .*mine.py:{} does not return a reward .*`environments` with --reward FILE.py"
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ REFUSED = [
     ("--data none.jsonl --task gsm8k", "none.jsonl"),
     ("--model no/such --data one.jsonl --task gsm8k --dry-run", "--model no/such"),
     # shared flags
-    ("--model x", "--model needs --data"),
+    ("--model x", "--model needs either --task gsm8k, or --data"),
     ("--dry-run --gpus 8", "--gpus 8: expected the number of GPUs"),
     ("--dry-run --chat-template-kwargs [1]", "--chat-template-kwargs [1]: "),
     ("--overlong-buffer 4", "--overlong-buffer 4.0: must be a fraction"),
@@ -111,7 +111,7 @@ REFUSED = [
     ("--kl-reward-coef 0.1", "--kl-reward-coef: --advantage-norm group_std would normalise the penalty away"),
     ("--kl-coef 0.1 --kl-reward-coef 0.1", "--kl-coef with --kl-reward-coef"),
     ("--algorithm reinforce++ --ratio-level sequence_mean", "--ratio-level sequence_mean: gives all"),
-    ("--teacher a --max-staleness 1 --correction none", "--correction none: with --max-staleness the"),
+    ("--teacher a --max-staleness 1 --correction none", "--correction none: with --max-staleness, the"),
     ("--algorithm dapo --teacher a", "--dynamic-sampling: --teacher alone"),
     ("--teacher a --ratio-level sequence_mean", "--ratio-level sequence_mean: gives all tokens"),
     ("--teacher a --teacher-coef 0.5 --group-size 1", "--group-size 1: --baseline mean or"),

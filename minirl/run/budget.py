@@ -77,10 +77,10 @@ class Workload(Machine):
 
 @dataclass(frozen=True)
 class Budget:
-    """Sizes, and a rank's memory use with these sizes: always, during scoring and training, and during decoding.
+    """A rank's sizes and its resulting memory use at all times, during scoring and training, and during decoding.
 
-    Each mapping contains bytes, keyed by purpose. available_bytes: memory left for training and decoding. Training and
-    decoding use this memory in turns, or at the same time if the cache stays allocated during training.
+    Each mapping gives sizes in bytes, keyed by purpose. available_bytes: memory left for training and decoding.
+    Training and decoding take turns using this memory, or share it if the cache stays allocated during training.
     """
 
     sizes: Sizes
@@ -90,16 +90,19 @@ class Budget:
     decoding_bytes: Mapping[str, float]
 
     def fits(self, *, keeps_cache: bool = False) -> bool:
-        """Return whether training and decoding fit into the available memory: in turns or, if keeps_cache, together."""
+        """Return whether training and decoding fit into the available memory.
+
+        keeps_cache: whether training and decoding must fit at the same time; otherwise, they take turns.
+        """
         phase_bytes = sum(self.training_bytes.values()), sum(self.decoding_bytes.values())
         return (sum(phase_bytes) if keeps_cache else max(phase_bytes)) <= self.available_bytes
 
     def format_plan(self) -> list[str]:
-        """Return the sizes, the bytes per phase and the available memory as lines of text."""
+        """Return the sizes, the memory use per phase and the available memory as lines of text."""
         sizes = ", ".join(f"{name} {value}" for name, value in vars(self.sizes).items())
-        sharing = "in turns: each step reallocates the cache"
+        sharing = "one at a time: each step reallocates the cache"
         if self.fits(keeps_cache=True):
-            sharing = "at the same time: the cache stays allocated"
+            sharing = "both at once: the cache stays allocated"
         return [
             sizes,
             *(self._format_phase(phase) for phase in ("always", "training", "decoding")),
@@ -142,14 +145,14 @@ def compute_budget(work: Workload, sizes: Sizes) -> Budget:
         weight_bytes = _weight_bytes(work, model, is_sharded)
         if is_sharded or work.device_type == "cpu":
             always[name] = weight_bytes
-        elif weight_bytes > sum(training.values()):  # scoring and the update use the same memory in turns
+        elif weight_bytes > sum(training.values()):  # scoring and the update take turns using this memory
             training = {"a frozen model": weight_bytes}
     available_bytes = USABLE_FRACTION * work.free_bytes - sum(always.values())
     return Budget(sizes, available_bytes, always, training, _decoding_bytes(work, sizes))
 
 
 def _weight_bytes(work: Workload, model: ModelConfig, is_sharded: bool) -> float:
-    """Return the bytes of a model's weights on a rank.
+    """Return the size in bytes of a model's weights on one rank.
 
     The rank holds all weights or, if the model is sharded, only the embedding, the head and a shard of the layers.
     """
@@ -166,7 +169,7 @@ def _num_embeddings(model: ModelConfig) -> int:
 
 
 def _update_bytes(work: Workload, sizes: Sizes, num_trained: int) -> dict[str, float]:
-    """Return the bytes that an update requires, keyed by purpose."""
+    """Return the number of bytes needed for an update, keyed by purpose."""
     gradients = 4.0 * num_trained
     if sizes.shard_gradients:
         gradients = 0.0 if work.offloads_optimizer else gradients / work.num_ranks
@@ -182,9 +185,10 @@ def _update_bytes(work: Workload, sizes: Sizes, num_trained: int) -> dict[str, f
 
 
 def _layer_bytes_per_token(work: Workload, model: ModelConfig) -> float:
-    """Return the activation bytes per token that a layer saves for backward; the forward pass needs no more.
+    """Return the activation bytes per token that a layer saves for backward.
 
-    The number is exact for Llama and Qwen2, and up to 14% off for other families.
+    The peak memory of a layer's forward pass does not exceed this number. The number is exact for Llama and
+    Qwen2, and up to 14% off for other families.
     """
     queries = model.num_attention_heads * model.head_dim
     num_saved = 4 * model.hidden_size + 3 * model.intermediate_size + (4 + 2 * model.qk_norm) * queries
@@ -218,7 +222,7 @@ def _activation_bytes(work: Workload, sizes: Sizes, model: ModelConfig) -> float
 
 
 def _decoding_bytes(work: Workload, sizes: Sizes) -> dict[str, float]:
-    """Return the bytes that the cache, prefills and a decode step's requests require."""
+    """Return the number of bytes needed for the cache, for prefill and for the requests in a decode step."""
     policy = work.trained_models[0]
     cache_token_bytes = 2 * work.dtype.itemsize * policy.num_key_value_heads * policy.head_dim  # per layer
     request_bytes = 16.0 * policy.vocab_size  # logits, logprobs and fp64 probabilities

@@ -8,7 +8,7 @@
 Every rank writes its files into .half-000050-TOKEN and syncs the files to disk. Rank 0 then renames the folder to
 000050, which turns the folder into a checkpoint. All checkpoints are therefore complete, even if the process is killed
 or the disk is full. A run resumes from its newest checkpoint. Old checkpoints are deleted only after a new checkpoint
-is complete; before deletion, an old checkpoint gets a name with a leading dot.
+is complete; each old checkpoint is first renamed with a leading dot.
 
 Saving blocks training. Files are read with `torch.load(weights_only=True)`, which never executes code from a file.
 """
@@ -61,7 +61,7 @@ class Checkpoints:
         self._run_folder = run_folder
         self._models = models
         self._keep = keep
-        # Each start has a unique token, so a rank that survives from an earlier start writes to a different folder.
+        # Each launch has a unique token, so a rank that survives from an earlier launch writes to a different folder.
         self._token = broadcast_object(secrets.token_hex(4))
         self._adapters: PerModel = {}
         # Files that `write_folder` writes next to each model's weights, on rank 0 only.
@@ -105,9 +105,12 @@ class Checkpoints:
             changed = {key: (old.get(key), value) for key, value in new.items() if old.get(key) != value}
             if "base_weights" not in changed:
                 changed.pop("base_model_name_or_path", None)  # the same weights at another path
+            differences = ", ".join(
+                f"{key} (saved {saved!r}, current {value!r})" for key, (saved, value) in changed.items()
+            )
             refuse(
                 changed,
-                f"{checkpoint} has other adapters for the {name}: {changed} (saved, now); use another --run-name",
+                f"{checkpoint} has different adapters for the {name}: {differences}; use another --run-name",
             )
             model.load_state(optimizer, [file["models"][name] for file in files], origin=str(checkpoint))
         print0(f"resuming after step {progress['step']}, from {checkpoint} (world size {num_saved})")

@@ -1,6 +1,7 @@
 """Reject contradictory or meaningless flags before anything is loaded.
 
-Flags that have no effect are accepted. A fork with other rules changes or removes the call in its `main`.
+Flags that have no effect are accepted. A fork that needs different rules changes or removes the call in its
+`main`.
 """
 
 import dataclasses
@@ -61,18 +62,18 @@ def check_shared_flags(config: RunConfig) -> None:
     refuse(
         len(sources) > 1,
         f"{' and '.join(flag_name(kind) for kind, _ in sources)}: each of these flags defines the rollouts; keep only "
-        "one (code in an --environment or --rollout may call other code itself)",
+        "one (the code of an --environment or --rollout can call the other functions directly)",
     )
     refuse(
         config.model and not config.data and config.task == "auto",
-        "--model needs --data, with --reward or --reward-model, or --task gsm8k",
+        "--model needs either --task gsm8k, or --data together with --reward or --reward-model",
     )
     if config.max_staleness and config.correction == "none":
         refuse(
             config.needs_policy_logprobs,
-            "--correction none: with --max-staleness the old logprobs come from the weights that sampled the tokens, "
-            "but the KL term of --kl-reward-coef or --teacher needs the current policy's logprobs; choose another "
-            "correction",
+            "--correction none: with --max-staleness, the old logprobs come from the (possibly older) policy that "
+            "generated the tokens, but the KL term of --kl-reward-coef or --teacher needs the current policy's "
+            "logprobs; choose another correction",
         )
     num_rollouts = config.prompts_per_step * config.group_size
     refuse(

@@ -21,7 +21,7 @@ from minirl.run.progress import Progress
 
 # "auto" selects a size that fits into free memory; see docs/memory.md.
 Size = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="{auto,N}")]
-# Flags that take rollout code, mapped to the format of the part after "file.py:".
+# Flags that accept rollout code; each maps to the expected format of the part after "file.py:".
 ROLLOUT_CODE = {"rollout": "function", "tools": "function,function", "environment": "Class"}
 Schedule = Literal["auto", "constant", "linear"]
 Correction = Literal["auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]

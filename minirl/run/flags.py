@@ -84,7 +84,10 @@ def parse(
 
 
 def read_flag(name: str, arguments: Sequence[str] | None) -> str | None:
-    """Return one flag's value, or None if the flag is absent. The defaults for the full parse depend on the flag."""
+    """Return one flag's value, or None if the flag is absent.
+
+    The default values used in the full parse depend on this flag's value.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(f"--{name}", dest="value")
     return parser.parse_known_args(arguments)[0].value

@@ -66,8 +66,9 @@ def load_rollout(config: RunConfig) -> UserRollout | None:
         is_given = kind == "rollout" or (loaded.gives_reward and reward == EPISODE)
         refuse(
             reward.partition(":")[0] == EPISODE and not is_given,
-            f"--reward {reward}: --{kind} {spec} returns no such reward; an --environment needs `get_reward(self)` for "
-            f"--reward {EPISODE}; otherwise, score completions or `environments` with --reward FILE.py:FUNCTION",
+            f"--reward {reward}: --{kind} {spec} does not return a reward with this name; an --environment must define "
+            f"`get_reward(self)` to use --reward {EPISODE}. Alternatively, score completions or `environments` with "
+            "--reward FILE.py:FUNCTION",
         )
     return loaded
 
@@ -107,8 +108,8 @@ def load_rewards(config: RunConfig, task: Task) -> tuple[Mapping[str, RewardLike
     With --reward or --reward-model, the task's rewards are only logged; the caller adds the reward models.
 
     Starts the --reward worker processes, which inspect the functions' arguments. Call this function only after the
-    flags and data have been checked and the run folder is locked. Raises InputError, naming the flag and function, and,
-    if a row lacks an argument, the file, line and field.
+    flags and data have been checked and the run folder is locked. Raises InputError that names the flag and function;
+    if a row lacks an argument, the error also names the file, line and field.
     """
     if not config.reward and not config.reward_model:
         return task.rewards, task.extra_scores
@@ -156,7 +157,9 @@ def load_prompts(
     user_rollout: UserRollout | None,
     scalar_head: bool = False,
 ) -> tuple[ModelConfig, PromptStream, PromptStream]:
-    """Return the policy's config, the training prompts and the held-out prompts; both streams include the tokenizer.
+    """Return the policy's config and two `PromptStream`s: the training prompts and the held-out prompts.
+
+    Each `PromptStream` carries the tokenizer.
 
     tools, scalar_head: see `Setup`. Also checks the folder's weights, if any. Raises InputError, naming the files, rows
     and flags at fault.
@@ -199,7 +202,7 @@ def _check_teacher(folder: Path, tokenizer: ChatTokenizer, vocab_size: int) -> i
     mismatched = sorted(token for token, _ in ids.items() ^ teachers_ids.items())[:3]
     refuse(
         mismatched,
-        f"--teacher {folder}: its tokenizer differs from the policy's, {tokenizer.folder}, in "
+        f"--teacher {folder}: its tokenizer and the policy's tokenizer ({tokenizer.folder}) disagree on these tokens: "
         f"{', '.join(mismatched)}; use a teacher with the same token ids",
     )
     num_tokens = min(max(ids.values()) + 1, vocab_size)

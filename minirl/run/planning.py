@@ -21,7 +21,7 @@ from minirl.run.config import RunConfig, model_folder_of_field
 
 # Fields that may be "auto", in addition to shard_weights.
 AUTO_SIZES = ("cache_tokens", "max_tokens_per_microbatch", "recompute_layers")
-# Gradient sums round differently with other values, so a resumed run keeps the recorded values.
+# Different values change how gradient sums round, so a resumed run keeps the recorded values.
 PINNED_SIZES = ("max_tokens_per_microbatch", "shard_gradients", "shard_weights")
 FULL_WEIGHTS = {"shard_weights": False}
 SHARDED_WEIGHTS = {"shard_weights": True, "shard_gradients": True}
@@ -31,7 +31,7 @@ CGROUP_V2_FILES = ("memory.max", "memory.current", "memory.stat")
 
 
 def this_machine(device: torch.device) -> Machine:
-    """Return this run's machine. Its free memory is the minimum over all ranks (collective).
+    """Return this run's machine. The machine's free memory is the minimum over all ranks (collective).
 
     Before `process_group.start`, only this rank is measured.
     """
@@ -61,7 +61,7 @@ def free_memory(root: Path = Path("/")) -> int:
 
 
 def plan(config: RunConfig, work: Workload, *, recorded: Mapping[str, Any]) -> Budget:
-    """Choose a run's sizes, with full weights on each rank if full weights fit.
+    """Choose a run's sizes, keeping full weights on each rank if they fit.
 
     recorded: content of a resumed run's args.json, or {} for a new run. A recorded microbatch size grows if the longest
     sequence no longer fits into a microbatch. Raises InputError for a run that does not fit, unless all sizes are

@@ -1,7 +1,8 @@
 """Parts of the training loop that do not depend on the objective.
 
 A script creates a `Run` from its `Setup`, loops over `steps`, ends each step with `finish_step` and returns the exit
-code from `close`. A `Run` never calls back into the script; a fork with other needs changes its own training loop.
+code from `close`. A `Run` never calls back into the script; a fork that needs different behavior changes its own
+training loop.
 """
 
 import contextlib
@@ -107,7 +108,7 @@ class Run:
         print0("held-out before training:", scores or "no held-out rows; see --eval-data")
 
     def steps(self) -> Iterator[int]:
-        """Yield the remaining step numbers. After a step during which a stop was requested, yield no more steps.
+        """Yield the remaining step numbers. If a stop is requested, end the iteration after the current step.
 
         Objects that exist before the first step live as long as the run, so they are excluded from garbage collection.
         """
@@ -133,9 +134,10 @@ class Run:
 
         Returns this rank's batch, on the host, and the batch's microbatches, as one list per minibatch.
 
-        is_skipped: bool [P, G], mask of rollouts to skip because their gradient is zero; None skips no rollout. One
-        sequence of the skipped rollouts is computed anyway: `refuse_skipped_gradient` checks that its gradient is zero,
-        and every step can measure the gap between sampled and training logprobs.
+        is_skipped: bool [P, G], mask of rollouts to skip because their gradient is zero; if None, no rollouts are
+        skipped. One sequence from the skipped rollouts still runs through the model, so that `refuse_skipped_gradient`
+        can check that its gradient is zero, and so that the gap between sampled and training logprobs can be measured
+        at every step.
         streams, batch_type: see `exchange`.
         """
         sequences = groups.sequences
@@ -167,9 +169,10 @@ class Run:
         policy: ShardedModel,
         frozen: Sequence[FrozenModel],
     ) -> Batch:
-        """Add old logprobs and the frozen models' streams to a batch on the host (collective if weights are sharded).
+        """Add old logprobs and the frozen models' per-token outputs to a batch on the host.
 
-        With one update per step, old logprobs are omitted if they would equal the training logprobs.
+        Collective if weights are sharded. With one update per step, old logprobs are omitted if they would equal the
+        training logprobs.
         """
         if self._setup.old_logprobs == "sampled":
             batch = batch.replace(old_logprobs=batch.sample_logprobs)
@@ -266,6 +269,6 @@ class Run:
             f"metrics    {self._folder}/metrics.jsonl (python -m minirl.extras.plot {self._folder})\n"
             f"rollouts   {self._folder}/rollouts/ (python -m minirl.extras.show {self._folder})\n"
             f"checkpoint {self._folder}/checkpoints/{self.progress.step:06d} "
-            "(for `from_pretrained`; for adapters, PEFT's)"
+            "(load with `from_pretrained`, or with PEFT's `from_pretrained` for adapters)"
         )
         return 128 + self._stop_signal if self._stop_signal else 0

@@ -29,17 +29,18 @@ class RunFolder:
     """A run's locked folder."""
 
     path: Path
-    args: Mapping[str, Any]  # content of args.json from the previous start; {} in a new run
+    args: Mapping[str, Any]  # content of args.json from the previous launch; {} in a new run
     checkpoint: Path | None  # checkpoint to resume from; None in a new run
     lock: IO[str] | None  # lock file, open on rank 0; the OS releases the lock when the process exits
 
 
 @contextlib.contextmanager
 def lock_run_folder(name: str) -> Iterator[RunFolder]:
-    """Lock the run folder `name`, creating it if needed, and yield it; the block sets up the run (collective).
+    """Lock the run folder `name`, creating it if needed, and yield it (collective).
 
-    The lock outlives the block. If the block raises InputError, a folder that contains only the lock file is removed.
-    Partial checkpoints from a killed save are deleted; the run resumes from the newest complete checkpoint.
+    The body of the `with` statement sets up the run. If the body raises InputError, a folder that contains only the
+    lock file is removed. The lock remains held after the `with` statement. Partial checkpoints from a killed save are
+    deleted; the run resumes from the newest complete checkpoint.
 
     Raises InputError if the name is a path, or if the folder is in use, not a run folder, not writable, or not shared
     by all nodes.
@@ -56,7 +57,8 @@ def lock_run_folder(name: str) -> Iterator[RunFolder]:
     args, checkpoint = broadcast_object(previous)
     try:
         path = folder / "lock"
-        # Each start appends a random token to the lock file, so nodes that share no file system read different content.
+        # Each launch appends a random token to the lock file, so nodes without a shared file system read different
+        # contents.
         require_same(path.exists() and path.read_text(), f"{folder}: the run folder ($MINIRL_RUNS)")
         yield RunFolder(folder, args, checkpoint, lock)
     except InputError:

@@ -127,7 +127,7 @@ class Setup:
         self.sizes = self._budget.sizes
         num_parts = world_size() if self.sizes.shard_weights else 1
         batch_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, num_parts)
-        # All ranks must agree on whether to score old logprobs.
+        # All ranks must agree on whether to recompute old logprobs.
         self._logprobs_match = all(gather_objects(batch_invariant))
         self.old_logprobs = old_logprobs_source(self.config, logprobs_match=self._logprobs_match)
 
@@ -215,8 +215,8 @@ class Setup:
         """Return a frozen model that scores each step's rollouts (collective if weights are sharded).
 
         source: a loaded model, or a model folder. A model loaded from a folder is sharded if the policy is sharded;
-        otherwise, the model's vocabulary is truncated to the policy's size. Raises InputError if a sharded model has a
-        larger vocabulary than the policy.
+        otherwise, the model's vocabulary is truncated to the policy's vocabulary size. Raises InputError if a sharded
+        model has a larger vocabulary than the policy.
         """
         model: ShardedModel | Transformer
         if isinstance(source, ShardedModel):
@@ -225,8 +225,8 @@ class Setup:
             config = read_config(source, scalar_head=False)
             refuse(
                 config.vocab_size > self.model_config.vocab_size,
-                f"{source} has {config.vocab_size} tokens, but the policy only {self.model_config.vocab_size}; use "
-                "--shard-weights off, which truncates the vocabulary",
+                f"{source} has {config.vocab_size} tokens, but the policy has only {self.model_config.vocab_size}; "
+                "use --shard-weights off, which truncates the vocabulary",
             )
             model = self.load_model(config, source, is_frozen=lambda name: True)
         else:
@@ -337,7 +337,7 @@ class Setup:
             print0(f"note: {note}")
 
     def _changed_flags(self) -> list[str]:
-        """Return a note (as a list) about flags changed since the run's last start, or [] if no flag has changed."""
+        """Return a note (as a list) about flags changed since the run's last launch, or [] if no flag has changed."""
         old = self.folder.args.get("flags", {})
         # A JSON round trip makes new and old values comparable: tuples become lists.
         new = json.loads(json_text(vars(self.config)))
@@ -360,13 +360,13 @@ class Setup:
 def old_logprobs_source(config: RunConfig, *, logprobs_match: bool) -> str:
     """Return the source of old logprobs: "sampled", "scored", or "auto" if a step needs no old logprobs.
 
-    logprobs_match: whether sampled logprobs equal training logprobs bitwise.
+    logprobs_match: whether sampled logprobs are bitwise identical to training logprobs.
 
     With one update per step, the old policy is the current policy, so the ratio is 1 and no old logprobs are needed. KL
-    terms in the advantages are computed before the update and need logprobs, so with KL terms, "auto" also requires
-    that sampled logprobs match. With --max-staleness, older weights may have sampled some of the tokens. Without
-    importance weights (--correction none), ratios are relative to those older weights; otherwise, old logprobs are
-    scored or omitted.
+    terms in the advantages are computed before the update and need logprobs; if there are any, "auto" therefore also
+    requires that sampled logprobs match training logprobs. With --max-staleness, some of the tokens may have been
+    sampled with older weights. Without importance weights (--correction none), ratios are relative to the weights that
+    the tokens were sampled with; otherwise, old logprobs are recomputed or omitted.
     """
     if config.max_staleness and config.correction == "none":
         return "sampled"
