@@ -1,1 +1,1 @@
-"""minirl: RL post-training of language models as one script over a small library."""
+"""minirl: RL post-training of language models, in a single script built on a small library."""

@@ -416,5 +416,7 @@ def test_a_branchs_prompt_shows_its_own_tools_and_its_calls_are_parsed(monkeypat
         text = prompts.tokenizer.decode(rollout.branches[0].tokens, skip_special_tokens=False)
         assert text.startswith("look <turn>u:")
         assert text.count("<turn>may call:") == 2
-    with pytest.raises(RolloutError, match=r"before .*: the chat template of .* does not show the tool look"):
+    with pytest.raises(
+        RolloutError, match=r"before .*: the chat template of .* does not render the tool look"
+    ):
         make_collector(chat_prompts(), rollout=in_a_branch).collect(1)

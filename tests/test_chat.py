@@ -93,9 +93,13 @@ TOLD = {"role": "tool", "content": ""}
     ("template", "messages", "error"),
     [
         (ALTERNATING, [TOLD], "the chat template of FOLDER rejects the messages: .*roles must alternate"),
-        (NO_TOOLS, [TOLD], "the chat template of FOLDER does not show a message of role 'tool'"),
-        (NO_TEXT, conversation()[:1], "the chat template of FOLDER does not show the text of an answer"),
-        (CHATML, [TOLD, SAID], "generate.*: the last message is the assistant's.*append its beginning"),
+        (NO_TOOLS, [TOLD], "the chat template of FOLDER does not render a message of role 'tool'"),
+        (
+            NO_TEXT,
+            conversation()[:1],
+            "the chat template of FOLDER does not render an assistant message's text verbatim",
+        ),
+        (CHATML, [TOLD, SAID], "generate.*: the last message is an assistant message.*append its start"),
     ],
 )
 def test_what_is_no_message_or_is_not_written_by_the_template_is_refused_with_the_row(
@@ -127,10 +131,12 @@ def shown(tokenizer, row):
 def test_a_prompts_message_that_the_template_leaves_out_is_refused(make, message):
     """Covers unknown roles and tool calls, even in a message that the answer continues. Fault 22."""
     row = Row([read_message(message, "f:1"), user("a")], {}, "f:1")
-    with pytest.raises(InputError, match=rf"^f:1: the chat template of .* does not show .*{message['role']}"):
+    with pytest.raises(
+        InputError, match=rf"^f:1: the chat template of .* does not render .*{message['role']}"
+    ):
         make(ONLY_KNOWN).encode(row)
     assert make(WITH_CALLS).encode(row)[-1] == 10
-    with pytest.raises(InputError, match=r"^f:1: the chat template of .* does not show a tool call"):
+    with pytest.raises(InputError, match=r"^f:1: the chat template of .* does not render a tool call"):
         make(WITH_CALLS).encode(Row([user("a"), CALLING], {}, "f:1"))
 
 
@@ -169,7 +175,7 @@ def test_a_rows_tools_are_those_of_its_prompt(make, tmp_path):
     (row,) = load_jsonl_task(str(tmp_path / "rows.jsonl"), ()).train_rows
     assert row.columns == {"n": 1}
     assert "Look up." in shown(make(WITH_TOOLS), row)
-    with pytest.raises(InputError, match=r"rows.jsonl:1: .* does not show the tool end"):
+    with pytest.raises(InputError, match=r"rows.jsonl:1: .* does not render the tool end"):
         make(CHATML).encode(row)
     with pytest.raises(InputError, match=r"rows.jsonl:1: both the row and the run have tools"):
         make(WITH_TOOLS, tools=[{**LOOKUP, "function": {"name": "other"}}]).encode(row)

@@ -199,7 +199,7 @@ def test_the_reward_models_template_writes_calls_or_they_are_refused(tmp_path):
     ]
     save_tokenizer(tmp_path, TEMPLATE)
     with pytest.raises(
-        InputError, match=r"the reward model: the chat template of .* does not show a tool call"
+        InputError, match=r"the reward model: the chat template of .* does not render a tool call"
     ):
         ChatTokenizer(tmp_path, chat=True).encode_with_completion("hello", completion)
     names = "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
@@ -322,8 +322,8 @@ def write(tmp_path):
         (b'{"prompt": "a", "x": {"b": 1, "b": 2}}', r"cannot be read as JSON: a field is repeated: \['b'\]"),
         (b'{"prompt": "a", "n": ' + b"1" * 5000 + b"}", "cannot be read as JSON: .*digits"),
         (b'["a"]', r"expected an object, got \['a'\]"),
-        (b'{"question": "a", "n": 1}', r"no field 'prompt' .* among \['n', 'question'\]; rename"),
-        (b'{"prompt": null, "q": 1}', "no field 'prompt' with text or messages among"),
+        (b'{"question": "a", "n": 1}', r"the fields \['n', 'question'\] include no 'prompt' .*; rename"),
+        (b'{"prompt": null, "q": 1}', "the fields .* include no 'prompt' holding text or messages"),
         (b'{"prompt": " \\n\\u00a0"}', "field 'prompt' is ' "),
         (b'{"prompt": []}', "field 'prompt'"),
         (b'{"prompt": [{"content": "a"}]}', "field 'prompt', message 1: .*expected a message"),
@@ -331,8 +331,8 @@ def write(tmp_path):
             b'{"prompt": [{"role": "user", "content": [{"type": "image_url"}]}]}',
             "field 'prompt', message 1: content is .*only text content is supported",
         ),
-        (b'{"prompts": "b", "prompt": "a"}', "field 'prompts' has the name of an argument"),
-        (b'{"rollouts": "b", "prompt": "a"}', "field 'rollouts' has the name of an argument"),
+        (b'{"prompts": "b", "prompt": "a"}', "field 'prompts' clashes with a reward-function argument"),
+        (b'{"rollouts": "b", "prompt": "a"}', "field 'rollouts' clashes with a reward-function argument"),
         (b'{"prompt": "caf\xe9"}', "cannot be read as JSON: 'utf-8' codec"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -46,7 +46,7 @@ LATER = {
     "episode.end('won')": r"episode.end\('won'\): expected one of stop, length, .*env_done",
     "episode.end('stop'); await episode.generate()": r"episode.generate\(\) after episode.end\('stop'\)",
     "return 1.0": r"recorded rewards \('reward'\) that this run does not use; add --reward episode",
-    "return {'other': 1.0}": r"ended without the reward 'total' \(given: 'other'\)",
+    "return {'other': 1.0}": r"ended without recording the reward 'total' \(recorded: 'other'\)",
     "return float('nan')": r"returns nan; a reward must be a finite number with an absolute value of at most 1e\+12",
     "return '1.0'": "returns '1.0'; a reward must be",
     "episode.reward(float('nan'))": "episode.reward, for the row at f:3: 'reward' is nan; a reward must be",

@@ -64,7 +64,7 @@ def test_rollouts_are_shown_in_segments_and_a_corrupt_line_is_rejected(tmp_path,
     ]
     for arguments, said in (
         (["nowhere"], "nowhere: no rollouts in nowhere or "),
-        (["mine", "7"], "has no rollouts of step 7; choose a step from 2 to 12"),
+        (["mine", "7"], "has no rollouts for step 7; choose a step from 2 to 12"),
     ):
         with pytest.raises(InputError, match=said):
             shown(*arguments)

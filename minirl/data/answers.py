@@ -15,8 +15,8 @@ from minirl.data.chat_tokenizer import ChatTokenizer
 from minirl.data.messages import check_text
 from minirl.errors import refuse
 
-# Number of tokens before a turn to search for an open <think>. Only tokens after the last special token count, because
-# the assistant message begins there.
+# How many tokens before a turn are searched for an unclosed <think>. Tokens up to and including the last special token
+# are ignored, because the assistant message begins after that token.
 TAIL_TOKENS = 64
 _HERMES_TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 # A tool call in the format of Hermes, Qwen2.5 and Qwen3: {"name": ..., "arguments": {...}} between tags.
@@ -85,7 +85,10 @@ def _parse_with_template(tokenizer: ChatTokenizer, text: str, prefix: str) -> di
 
 
 def _hermes_message(text: str, *, has_begun_thinking: bool) -> dict[str, Any]:
-    """Parse a text with Hermes tags into a message. has_begun_thinking: whether the reasoning began before the text."""
+    """Parse text that contains Hermes tags into a message.
+
+    has_begun_thinking: whether the reasoning began before this text.
+    """
     message: dict[str, Any] = {"role": "assistant"}
     if has_begun_thinking or text.lstrip().startswith("<think>"):
         reasoning, _, text = text.partition("</think>")

@@ -53,7 +53,7 @@ def has_call(completions: Sequence[str]) -> list[float]:
 
 
 def _examples(rows: Sequence[Row], generator: random.Random) -> list[Row]:
-    """Return three examples per row: of a first turn, of a tool call's text, and of an answer after the result."""
+    """Return three examples per row: a first turn, the text of a tool call, and an answer that follows the result."""
     examples = []
     for row in rows:
         prompt = str(row.prompt)

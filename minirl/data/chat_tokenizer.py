@@ -73,7 +73,7 @@ class ChatTokenizer(Tokenizer):
         return tokenizer
 
     def is_chat(self, prompt: Prompt) -> bool:
-        """Whether a prompt counts as a chat prompt: text with `chat`, messages, or token ids."""
+        """Whether a prompt counts as a chat prompt: a text prompt if `chat` is set, messages, or token ids."""
         return self.chat or not isinstance(prompt, str)
 
     def stop_ids_of(self, prompt: Prompt) -> frozenset[int]:
@@ -194,13 +194,13 @@ class ChatTokenizer(Tokenizer):
 
         end_id: the sampled message's last id if the model ended the message; None if the message was truncated. If the
         template closes assistant messages with this id, the returned ids begin after the id. Raises InputError, naming
-        `origin` and the tokenizer's folder, if the last message is the assistant's, or if the template rejects or drops
-        a message.
+        `origin` and the tokenizer's folder, if the last message is an assistant message, or if the template rejects or
+        drops a message.
         """
         refuse(
             messages[-1]["role"] == "assistant",
-            f"{origin}: generate(after=...): the last message is the assistant's, but the model samples that turn; "
-            "append its beginning as text",
+            f"{origin}: generate(after=...): the last message is an assistant message, but the model samples "
+            "the assistant turn; to prefill that turn, append its start as text",
         )
         marked, _, marks = replace_with_placeholders(messages)
         marked_text = self.render_after_answer(marked, origin)
@@ -214,11 +214,11 @@ class ChatTokenizer(Tokenizer):
         return ids
 
     def render_after_answer(self, messages: Messages, origin: str) -> str:
-        """Return the text that the chat template writes for these messages after an assistant message.
+        """Return the text that the chat template writes for the given messages after an assistant message.
 
         The text ends with the start of the next assistant message. The method renders a user message, a one-word
-        assistant message and these messages, and cuts everything up to and including that word. Raises InputError,
-        naming `origin`, if the template rejects the conversation or does not show the word.
+        assistant message and the given messages, then strips everything up to and including that word. Raises
+        InputError, naming `origin`, if the template rejects the conversation or does not render the word.
         """
         conversation = [
             {"role": "user", "content": "a"},
@@ -229,8 +229,8 @@ class ChatTokenizer(Tokenizer):
         _, answer, after = text.partition(_ANSWER)
         refuse(
             not answer,
-            f"{origin}: the chat template of {self.folder} does not show the text of an answer; append "
-            "text or token ids",
+            f"{origin}: the chat template of {self.folder} does not render an assistant message's text verbatim; "
+            "append text or token ids instead",
         )
         return after
 
@@ -250,7 +250,7 @@ class ChatTokenizer(Tokenizer):
     def render(self, messages: Messages, origin: str, *, is_prompt: bool) -> str:
         """Render messages and tools with the chat template and its arguments.
 
-        A prompt ends with the generation prompt, unless its last message is the assistant's. In that case, the
+        A prompt ends with the generation prompt, unless its last message is an assistant message. In that case, the
         completion continues the message, as in TRL. Raises InputError, naming `origin` and the folder, if the template
         rejects the messages.
         """
@@ -281,7 +281,7 @@ class ChatTokenizer(Tokenizer):
         for mark, description in marks.items():
             refuse(
                 mark not in text,
-                f"{origin}: the chat template of {self.folder} does not show {description}; use another role "
+                f"{origin}: the chat template of {self.folder} does not render {description}; use another role "
                 "for it, or plain text",
             )
 

@@ -36,7 +36,8 @@ def conversation_record(rollout: Rollout, tokenizer: ChatTokenizer) -> dict[str,
 def completion_messages(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
     """Return the rollout's messages minus any leading messages from the row's prompt.
 
-    In the rollout, text from an environment's `reset`, or the completion, may extend the prompt's last message.
+    During a rollout, the prompt's last message may be extended by text from an environment's `reset` or by the
+    completion.
     """
     messages = rollout_messages(rollout, tokenizer)
     if not messages:
@@ -110,7 +111,7 @@ def branch_messages(
 
 
 def _segments(rollout: Rollout, tokenizer: ChatTokenizer) -> Iterator[dict[str, Any]]:
-    """Yield the segments of each branch: later branches' prompts, then appended tokens and turns in order."""
+    """Yield each branch's segments in order: its prompt, except in the first branch, then appended tokens and turns."""
     for branch in rollout.branches:
         number = branch.rollout_id.branch
         last = branch.num_prompt_tokens

@@ -36,7 +36,10 @@ def strict_answer(text: str) -> float | None:
 
 
 def flexible_answer(text: str) -> float | None:
-    """Return the last number in the text, or None if the text has no digits or its last digits form no number."""
+    """Return the last number in the text.
+
+    Return None if the text contains no digits or its last digits do not form a valid number.
+    """
     return _last_number(rf"(?:(?<!\w)[-+\u2212$]{{1,2}})?{_DIGITS}", text)
 
 

@@ -9,7 +9,7 @@ from minirl.data.messages import read_prompt
 from minirl.data.task import EPISODE_ARGUMENTS, STANDARD_ARGUMENTS, Row, Task
 from minirl.errors import InputError, refuse
 
-# Whitespace, and the UTF-8 byte order mark, which may come first in a file.
+# Whitespace, plus the UTF-8 byte order mark that may start a file.
 BLANK = b" \t\r\n\xef\xbb\xbf"
 
 
@@ -32,14 +32,15 @@ def _to_row(fields: dict[str, Any], origin: str) -> Row:
     """
     refuse(
         not isinstance(fields.get("prompt"), str | list),
-        f"{origin}: no field 'prompt' with text or messages among {sorted(fields)}; rename the prompt's field",
+        f"{origin}: the fields {sorted(fields)} include no 'prompt' holding text or messages; rename the field that "
+        "holds the prompt to 'prompt'",
     )
     prompt = read_prompt(fields.pop("prompt"), f"{origin}: field 'prompt'")
     tools = fields.pop("tools", None) or None
     for name in (*STANDARD_ARGUMENTS, *EPISODE_ARGUMENTS):
         refuse(
             name in fields,
-            f"{origin}: field {name!r} has the name of an argument of reward functions; rename the field",
+            f"{origin}: field {name!r} clashes with a reward-function argument; rename the field",
         )
     return Row(prompt, fields, origin, tools)
 

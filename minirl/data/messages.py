@@ -99,7 +99,7 @@ def as_messages(prompt: str | Messages) -> Messages:
 
 
 def add_answer(messages: Messages, answer: str | dict[str, Any]) -> None:
-    """Append an assistant message (text or dict); if the last message is the assistant's, extend that message."""
+    """Append an assistant message (text or dict); if the last message is already an assistant message, extend it."""
     if isinstance(answer, str):
         answer = {"role": "assistant", "content": answer}
     # Only a prompt can end with an assistant message, which the completion continues.

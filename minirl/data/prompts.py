@@ -123,8 +123,8 @@ class PromptStream:
         """Return the request for a later branch of a rollout. first: the request for the rollout's first branch.
 
         The request's `max_new_tokens` is below 1 if the prompt is too long. tools: the tools that a chat prompt
-        includes; None means the tokenizer's tools. Raises InputError, naming `origin`, for an unusable prompt and for
-        tools that the chat template does not show or whose calls cannot be parsed.
+        includes; None means the tokenizer's tools. Raises InputError, naming `origin`, if the prompt is unusable, if
+        the chat template does not render the tools, or if calls of the tools cannot be parsed.
         """
         origin = f"{origin}: branch(...)"
         if is_token_ids(prompt):

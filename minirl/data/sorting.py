@@ -1,4 +1,7 @@
-"""A bundled task: sort a string of 4 to 8 digits. With over 10^8 such strings, held-out strings are unseen."""
+"""A bundled task: sort a string of 4 to 8 digits.
+
+There are over 10^8 such strings, and the held-out strings never appear in training.
+"""
 
 import random
 

@@ -14,7 +14,8 @@ from minirl.data.messages import Messages
 RewardFunction = Callable[..., Any]
 # Arguments that every reward function can take, in addition to EPISODE_ARGUMENTS and the names of data columns.
 STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
-# Arguments passed only to reward functions that name them. Data columns must not have standard or episode names.
+# Arguments passed only to reward functions that name them. Data columns must not use the names of standard or episode
+# arguments.
 EPISODE_ARGUMENTS = ("episodes", "environments", "rollouts")
 
 

@@ -1,7 +1,7 @@
 """A model folder's tokenizer, which converts text to token ids and back.
 
-Both directions are exact even for parts of a sequence. Plain tokenizers do not guarantee exactness: SentencePiece
-prepends a space to each text and drops the leading space when decoding.
+Encoding and decoding are both exact, even for part of a sequence. Plain tokenizers do not guarantee exactness:
+SentencePiece prepends a space to each text and drops the leading space when decoding.
 """
 
 import functools
@@ -147,7 +147,7 @@ def find_stop_ids(folder: Path, eos_id: int | None) -> frozenset[int]:
 
 
 def is_stop_string(value: Any) -> bool:
-    """Whether `value` is a usable stop string: not empty, and without U+FFFD and lone surrogates."""
+    """Whether `value` is a usable stop string: non-empty, with no U+FFFD or lone surrogates."""
     is_text = isinstance(value, str) and bool(value)
     return is_text and all(c != _REPLACEMENT and not "\ud800" <= c <= "\udfff" for c in value)
 
@@ -180,7 +180,7 @@ class StopStrings:
     def find_stop_string(self, ids: list[int]) -> str | None:
         """Return the first string that the last token completes, or None. ids: a turn's ids, as in `__call__`."""
         tail = ids[-self.max_tokens :]
-        # No stop string contains an id without a token, and the text restarts after such an id (`Tokenizer.decode`).
+        # No stop string spans an id that has no token: text matching starts over after such an id (`Tokenizer.decode`).
         known_ids = self._tokenizer.known_ids
         first = max((i for i, token in enumerate(tail, 1) if token not in known_ids), default=0)
         # Consecutive byte tokens decode to U+FFFD if some of them are invalid, for example if the tail begins inside a

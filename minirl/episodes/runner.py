@@ -305,6 +305,6 @@ def check_rewards(given_rewards: Collection[str], required_rewards: Collection[s
     for name in required_rewards:
         refuse(
             name not in given_rewards,
-            f"ended without the reward {name!r} (given: {given_names}); give this reward in every episode, at "
-            f"least `episode.reward(0.0, {name!r})`, or return {{{name!r}: None}} where the reward does not apply",
+            f"ended without recording the reward {name!r} (recorded: {given_names}); record it in every episode, if "
+            f"only with `episode.reward(0.0, {name!r})`, or return {{{name!r}: None}} where it does not apply",
         )

@@ -1,4 +1,7 @@
-"""`--dry-run`: print a run's data, first prompt and memory plan without weights, run folder or process group."""
+"""`--dry-run`: print a run's data, first prompt and memory plan.
+
+A dry run does not load weights, create a run folder or initialize a process group.
+"""
 
 import json
 import re

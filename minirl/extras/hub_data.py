@@ -23,7 +23,10 @@ def dataset_objects(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
         import datasets
         from pyarrow.parquet import ParquetFile
     except ImportError:
-        raise InputError(f"{source}: only JSON is read without datasets: pip install -e '.[data]'") from None
+        raise InputError(
+            f"{source}: without the `datasets` package, only JSON can be read; "
+            "install the package with: pip install -e '.[data]'"
+        ) from None
     name, _, rest = source.partition(":")
     config, _, split = rest.partition(":")
     try:

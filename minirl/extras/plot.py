@@ -108,7 +108,7 @@ def draw(runs: Runs, metrics: Iterable[str] = METRICS) -> Any:
 def main(
     runs: Positional[tuple[str, ...]], output: Path = Path("runs.png"), metrics: tuple[str, ...] = METRICS
 ) -> None:
-    """Plot runs into one figure. Raises InputError if no runs are given or a run has no steps.
+    """Plot several runs in one figure. Raises InputError if no runs are given or a run has no steps.
 
     Args:
         runs: run folders, or run names in ./runs or $MINIRL_RUNS

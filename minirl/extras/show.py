@@ -26,7 +26,7 @@ def step_file(run: str, step: int | None) -> Path:
     number = max(files) if step is None else step
     refuse(
         number not in files,
-        f"{folder} has no rollouts of step {number}; choose a step from {min(files)} to {max(files)}",
+        f"{folder} has no rollouts for step {number}; choose a step from {min(files)} to {max(files)}",
     )
     return files[number]
 
@@ -40,7 +40,7 @@ def format_rollout(rollout: Mapping[str, Any]) -> Iterator[str]:
     rewards = [f"{name} {format_number(value)}" for name, value in rollout["rewards"].items()]
     yield f"rewards: {', '.join(rewards)}"
     yield "prompt:"
-    # The prompt appears as in the data: text, or messages as JSON.
+    # The prompt as it appears in the data: text, or messages as JSON.
     prompt = rollout["prompt"]
     yield prompt if isinstance(prompt, str) else "\n".join(map(json.dumps, prompt))
     # A single-turn rollout has no segments.

@@ -5,7 +5,7 @@ run, wait or stay parked between turns, and how requests share the cache. This f
 
 The engine handles token ids only, never text; a `StopTest` detects a turn's stop strings. Each rank decodes
 independently, and nothing in the engine is collective unless ranks share the model's layers (`model.shards`). Ranks
-that share layers begin each forward together (`_forward`), and a rank without tokens takes part in the other ranks'
+that share layers start each forward pass together (`_forward`), and a rank without tokens joins the other ranks'
 forward passes (`_help_other_ranks`). A rollout depends only on its request and the weights, not on other requests in
 the batch. A generation phase ends when no request is left and the cache is empty, so new weights never read old keys
 and values. At the end of a phase, the engine frees the cache memory and the CUDA graphs unless `keeps_cache` is set.
@@ -40,7 +40,7 @@ from minirl.rollouts import Request, RolloutId, SampledSequence
 if TYPE_CHECKING:
     from minirl.extras.kernels.cuda_graphs import DecodeGraphs
 
-PREFILL_TOKENS = 8192  # maximum number of tokens per prefill forward
+PREFILL_TOKENS = 8192  # maximum number of tokens per prefill forward pass
 
 
 class Engine:
@@ -62,7 +62,7 @@ class Engine:
     ):
         """dtype: dtype of the weights and the cache.
 
-        max_prefill_tokens: maximum number of tokens per prefill forward; a longer prompt is prefilled alone.
+        max_prefill_tokens: maximum number of tokens per prefill forward pass; a longer prompt is prefilled alone.
         headroom_tokens: number of tokens that every running request can decode after an admission before any request is
         preempted. With more headroom, fewer requests run concurrently. With 112 tokens, fewer than 2% of requests are
         preempted.
@@ -247,9 +247,9 @@ class Engine:
 
     @torch.inference_mode()
     def _help_other_ranks(self, *, is_done: bool = False) -> bool:
-        """Take part, without tokens, in a forward pass of the ranks that share the model's layers.
+        """Join a forward pass, without any tokens, for the other ranks that share the model's layers.
 
-        Return whether all of these ranks are done. Collective among these ranks.
+        Return whether all ranks that share the layers are done. Collective among these ranks.
         """
         if self.model.shard_group is None:
             return True

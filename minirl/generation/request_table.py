@@ -112,7 +112,7 @@ class RequestTable:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether any request is queued or running, or has appended tokens left to prefill."""
+        """Whether any request is queued, is running, or still has appended tokens to prefill."""
         return bool(len(self.running) or self.queue or self.appended)
 
     @property
@@ -212,7 +212,7 @@ class RequestTable:
         return admitted
 
     def _num_headroom_blocks(self) -> int:
-        """Return how many more blocks running, appended and parked requests may need as headroom.
+        """Return the number of additional blocks that running, appended and parked requests may need as headroom.
 
         The headroom of each request is capped by the request's token limit.
         """

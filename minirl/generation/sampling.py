@@ -170,7 +170,7 @@ def sample(
 
 
 def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> None:
-    """Set to -inf the logits of tokens excluded by top-k or top-p, as transformers' logits processors do.
+    """Mask tokens excluded by top-k or top-p by setting their logits to -inf, as transformers' logits processors do.
 
     Modifies the logits in place. The logits are fp32 [B, V] and already divided by the temperature. top_k and top_p [B]
     are `Truncation` fields. A row with top_k 0 or temperature 0 keeps all tokens.

@@ -271,7 +271,7 @@ def matmul_form(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool 
 
 
 def _column_shards_match(num_in: int, num_out: int, dtype: torch.dtype, num_parts: int) -> bool:
-    """Return whether computing columns in parts, as `shards` does, is bitwise identical to the full matmul."""
+    """Return whether columns computed in parts, as in `shards`, are bitwise identical to the full matmul's columns."""
     num_columns = min(num_out, MAX_PROBED_WEIGHT // num_in)
     (x,), (weight,) = cancelling_operands(1, 128, num_in, num_columns, dtype)
     x, weight = x.to(dtype), weight.to(dtype)
@@ -295,8 +295,8 @@ def is_batch_invariant(
     """Return whether each row of x [T, in] @ W [in, out] is bitwise identical for every T, for all `shapes` (in, out).
 
     Measures `linear`, or `head_logits` if `is_head`. With several shards, also measures whether computing the columns
-    in `num_shards` parts, as `shards` does, gives bitwise the same result as the full matmul. Returns False on CUDA,
-    without measuring.
+    in `num_shards` parts, as `shards` does, gives columns bitwise identical to the full matmul's columns. Returns False
+    on CUDA, without measuring.
     """
     if device.type != "cpu":
         return False

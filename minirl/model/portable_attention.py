@@ -33,8 +33,8 @@ _BlockSet = tuple[slice | Tensor, slice]
 # sequences favor small blocks. Compared with blocks of 128 tokens, an update in bf16 takes 0.8x the time for sequences
 # of 15 tokens, 1x for 1,000 tokens, and 1.1x for 4,000 tokens.
 BLOCK = 32
-# Decoding multiplies, in place, all of a pool's blocks up to the highest block that is read. If at most 1 / COPY_FACTOR
-# of these blocks are read, decoding instead multiplies copies of the blocks that are read.
+# Decoding runs its matmuls directly on the pool, without copying, over all blocks up to the highest block that is read.
+# If at most 1 / COPY_FACTOR of these blocks are read, decoding instead multiplies copies of the blocks that are read.
 COPY_FACTOR = 1.5
 # Query block sizes, in tokens, for packed sequences. Each block has the smallest size that fits its queries.
 QUERY_BLOCK_SIZES = (16, 32, 64)
@@ -46,8 +46,8 @@ PROBED_ROWS = (*range(1, 18), 24, 31, 32, 33, 48, 63, 64, 96, 112, 128)
 def min_invariant_queries(head_dim: int, dtype: torch.dtype) -> int | None:
     """Return the smallest number of queries that `decode` may multiply by a key block on this machine's CPU.
 
-    Measures matmuls laid out as in `decode` and `attend_packed`: with at least this many rows, each row is bitwise
-    identical across all of these matmuls. Return None if 16 rows are too few.
+    The number is measured: with at least this many rows, each row is bitwise identical across all matmuls laid out as
+    in `decode` and `attend_packed`. Return None if 16 rows are too few.
     """
     num_rows = PROBED_ROWS[-1]
     q, k = batch_invariance.cancelling_operands(4, num_rows, head_dim, 2 * BLOCK, dtype)
@@ -268,11 +268,11 @@ class DecodeIndex(NamedTuple):
     products. All blocks of a batched matmul must have the same number of slots, so there are up to two `block_sets`:
 
     - Each live block has `min_users` slots per KV head. Normally, the live blocks are all blocks of the pool up to the
-      highest block that is read, and they are multiplied in place. If only a few of these blocks are read, those few
-      are copied, and the copies serve as the live blocks (ids int64).
-    - Blocks with more users, such as the full blocks of a group's prompt, appear again after the live blocks (ids
-      int64), each with enough slots for the most-shared block. These blocks' slots in the list of live blocks stay
-      empty.
+      highest block that is read, and they are multiplied without being copied. If requests read only a few of these
+      blocks, the blocks that they read are copied, and the copies serve as the live blocks (ids int64).
+    - Blocks with more than `min_users` users, such as the full blocks of a group's prompt, are listed a second time
+      after the live blocks (ids int64). Every such entry has as many slots per KV head as the most-shared block needs.
+      These blocks' slots in the list of live blocks stay empty.
 
     Slots are ordered by block, then KV head, then user. The kernel gathers rows with these int64 indices:
 

@@ -152,7 +152,7 @@ def _checkpoint_name(name: str, prefix: str) -> str:
 
 
 def passthrough_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
-    """Return the folder's tensors that are not part of the model but are saved with it.
+    """Return the folder's tensors that are not part of the model but are saved with the model.
 
     `config.passthrough_weight_patterns` matches the names of these tensors. For models with a scalar head or adapters,
     the result is empty.
@@ -164,7 +164,7 @@ def passthrough_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
 
 
 def _is_passthrough(config: ModelConfig, name: str) -> bool:
-    """Return whether the tensor with this name in a model folder is saved with the model but is not part of it."""
+    """Return whether the named tensor is stored in the model folder without being part of the model."""
     return any(re.search(pattern, name) for pattern in config.passthrough_weight_patterns)
 
 

@@ -119,8 +119,8 @@ def gae(
     which are estimates + values.
     """
     advantages = torch.zeros_like(values)
-    next_advantage = torch.zeros_like(bootstrap)  # [N], the estimate of the next token
-    next_value = bootstrap.clone()  # [N], the value of the state after this token
+    next_advantage = torch.zeros_like(bootstrap)  # [N]; the advantage estimate for the next token
+    next_value = bootstrap.clone()  # [N]; the value of the state after this token
     sequence_ends = lengths.cumsum(0)
     max_length = max(lengths.tolist(), default=0)
     # Go from the last token to the first, in all sequences at once.

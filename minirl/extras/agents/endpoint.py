@@ -93,7 +93,8 @@ class Endpoint:
         self._episode = episode
         # The messages of each branch so far, as the agent sees them: normalized by `read_client_message`.
         self._branch_messages: dict[Branch, Messages] = {episode.branches[0]: prompt}
-        # Requests run one at a time, in order of arrival. A turn is sampled fully even if its client disconnects.
+        # Requests run one at a time, in order of arrival. A turn is sampled to completion even if its client
+        # disconnects.
         self._turn_lock = asyncio.Lock()
         self._answer_tasks: dict[asyncio.Future[Completion], asyncio.Task[None]] = {}
 

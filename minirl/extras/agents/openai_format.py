@@ -11,7 +11,8 @@ from minirl.episodes.episode import Branch, Episode, Turn
 from minirl.errors import InputError, refuse
 from minirl.ranks.process_group import print0
 
-# Unsupported fields that agents would rely on, mapped to accepted values: those that leave the field without effect.
+# Unsupported fields that agents would rely on, mapped to the values that are accepted because they make the field a
+# no-op.
 _ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "logit_bias": ({},),
@@ -58,7 +59,7 @@ def read_request(given: Any, episode: Episode) -> ChatRequest:
     read = [read_client_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     refuse(
         read[-1]["role"] == "assistant",
-        "messages: the last message is the assistant's; end with a user or tool message",
+        "messages: the last message is an assistant message; end with a user or tool message",
     )
     stop = fields.get("stop", [])
     stop = [stop] if isinstance(stop, str) else stop

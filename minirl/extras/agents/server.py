@@ -35,7 +35,7 @@ _handlers: dict[str, Handler] = {}
 
 async def open_url(handler: Handler) -> str:
     """Return a new URL whose requests go to the handler."""
-    # A cancelled episode must not cancel the server's start.
+    # Cancelling an episode must not cancel server startup.
     address = await asyncio.shield(_starting())
     key = secrets.token_urlsafe(16)
     _handlers[key] = handler

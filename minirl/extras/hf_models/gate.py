@@ -1,4 +1,4 @@
-"""Compare minirl's results with transformers' (eager attention) on a small model with a config.json's architecture.
+"""Compare minirl with transformers (eager attention) on a small model that has the architecture of a config.json.
 
 This measurement catches what a list of supported features would miss: logit soft caps, states that leak from one
 sequence into the next, ignored positions, and RoPE frequencies that depend on the longest sequence. The small model has
@@ -25,7 +25,7 @@ from minirl.rollouts import Request, RolloutId
 from minirl.training.batch import Batch, pack
 from minirl.training.scoring import score_batch
 
-MAX_ERROR = 1e-4  # maximum relative error; correct models have 5e-7, or 3e-5 with sharp attention
+MAX_ERROR = 1e-4  # maximum relative error; correct models reach about 5e-7, or 3e-5 with sharp attention
 MIN_WINDOW = 16  # the small model's smallest window
 PROMPTS = (5, 30, 82)
 NUM_NEW = 8
@@ -86,7 +86,10 @@ def shrink_config(config: Any) -> tuple[Any, dict[int | None, int | None]]:
 
 
 def ends_at_original(config: Any) -> bool:
-    """Whether RoPE changes all frequencies beyond the original context length, which would invalidate cached keys."""
+    """Whether RoPE rescales all frequencies once a sequence exceeds the original context length.
+
+    Such a change would invalidate cached keys.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
     return rope.get("rope_type") in ("dynamic", "longrope")
 
@@ -189,11 +192,9 @@ def measure(config: Any) -> tuple[ModelConfig, bool]:
         layers != tuple(range(shape.num_hidden_layers)),
         f"attention runs in layers {list(layers)}, not once in each layer; other layers may keep a different state",
     )
+    expected = (shape.num_key_value_heads, shape.head_dim)
     found = {tuple(keys[1:]) for keys in shapes}
-    refuse(
-        found != {(shape.num_key_value_heads, shape.head_dim)},
-        f"the layers' keys have the shapes {found}",
-    )
+    refuse(found != {expected}, f"expected keys of shape {expected} in every layer, found {found}")
     refuse(set(windows) - real_windows.keys(), "the model has attention windows that its config lacks")
     model.config = dataclasses.replace(shape, layer_windows=windows)
     real = dataclasses.replace(

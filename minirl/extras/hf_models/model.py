@@ -1,8 +1,8 @@
-"""transformers' own modules on packed streams, with the interface of `model.transformer.Transformer`.
+"""transformers' own modules on packed sequences, with the interface of `model.transformer.Transformer`.
 
 Attention is minirl's `attend`, registered through transformers' AttentionInterface. On the CPU, batch-invariant
-versions replace matmuls and elementwise functions while the model runs. Parameters have transformers' names, which
-`types` converts to a checkpoint's names. `gate` decides which models are supported.
+versions replace matmuls and elementwise functions while the model runs. Parameters use transformers' naming, which
+`types` converts to the checkpoint's naming. `gate` decides which models are supported.
 """
 
 import copy
@@ -25,13 +25,13 @@ from minirl.model.layers import Linear
 from minirl.model.shards import ShardGroup
 from minirl.model.transformer import add_adapters
 
-# Attention arguments without effect here. Dropout has no effect because models are always in eval mode.
+# Attention arguments that have no effect here. Dropout has no effect because models are always in eval mode.
 _HARMLESS = frozenset(
     "dropout position_ids cache_position use_cache output_attentions output_hidden_states output_router_logits "
     "return_dict".split()
 )
-# Minimum number of rows per forward on the CPU; shorter streams are padded. Some modules multiply without `F.linear`
-# (GPT-2 with `addmm`), and the number of rows that makes such products batch-invariant is not measured.
+# Minimum number of rows per forward pass on the CPU; shorter inputs are padded. Some modules multiply without
+# `F.linear` (GPT-2 with `addmm`), and the number of rows that makes such products batch-invariant is not measured.
 MIN_ROWS = 16
 # Elementwise functions whose vectorised kernel and scalar tail differ in the last bit.
 _ELEMENTWISE = {
@@ -43,9 +43,9 @@ _ELEMENTWISE = {
 
 
 class Stream:
-    """The packed stream that a model's modules run on; all modules share one instance.
+    """The packed sequence batch that a model's modules run on; all modules share one instance.
 
-    layout: the layout of the current forward. attention_calls: if a list, records each attention call as (layer,
+    layout: the layout of the current forward pass. attention_calls: if a list, records each attention call as (layer,
     window, shape of the keys).
     """
 
@@ -120,7 +120,7 @@ class _Linear(Linear):
 
 
 def _fuse_norm(norm: Any) -> None:
-    """Make an RMSNorm use `F.rms_norm`, which keeps fewer bytes for backward; leave other modules unchanged."""
+    """Make an RMSNorm use `F.rms_norm`, which saves less memory for backward; leave other modules unchanged."""
     weight = getattr(norm, "weight", None)
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if weight is None or eps is None or not type(norm).__name__.endswith("RMSNorm"):
@@ -137,7 +137,10 @@ def _fuse_norm(norm: Any) -> None:
 
 
 def build_on_meta(config: Any) -> Any:
-    """Build transformers' model for a config, without parameter values but with buffers that no checkpoint stores."""
+    """Build the transformers model for a config on the meta device.
+
+    Only the buffers that checkpoints do not store are initialized, on the CPU.
+    """
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register("minirl", packed_attention)
@@ -163,13 +166,13 @@ def _find_layers(hf: Any, num_layers: int) -> nn.ModuleList:
     for module in hf.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
-    raise InputError("config.json: the model has no list of num_hidden_layers layers")
+    raise InputError("config.json: the model has no ModuleList with num_hidden_layers layers")
 
 
 class HFTransformer(nn.Module):
-    """transformers' modules with the interface of a `Transformer`. Parameters have transformers' names.
+    """transformers' modules with the interface of a `Transformer`. Parameters use transformers' naming.
 
-    hf: transformers' model. lm_head: the model's LM head, regardless of its name.
+    hf: the transformers model instance. lm_head: the model's LM head, regardless of its name.
     """
 
     shard_group: ShardGroup | None = None
@@ -183,7 +186,7 @@ class HFTransformer(nn.Module):
         self.config = config
         self.stream = Stream()
 
-        # 1. The children of transformers' model become children of this module, under the same names.
+        # 1. The children of the transformers model become children of this module, under the same names.
         head = hf.get_output_embeddings()
         layers = _find_layers(hf, config.num_hidden_layers)
         for name, child in hf.named_children():
@@ -193,14 +196,15 @@ class HFTransformer(nn.Module):
             self.score = Linear(config.hidden_size, 1, bias=False)
         parts = {"hf": hf, "layers": layers, "embed_tokens": hf.get_input_embeddings(), "lm_head": head}
         for name, part in parts.items():
-            # Registers no child, and hides a child with the same name: a child `lm_head` may only contain the head.
+            # This registers no child module, and shadows any child of the same name. For example, a child `lm_head` may
+            # be a module that contains the head.
             object.__setattr__(self, name, part)
 
         # 2. The head returns hidden states, because the caller multiplies by the head's weight. Anything that the model
         # does to logits after the head therefore applies to hidden states.
         head.forward = lambda states: states
 
-        # 3. Attention gets the stream; linear layers get support for adapters.
+        # 3. Pass the packed sequence batch to attention, and make linear layers support adapters.
         for module in hf.modules():
             module.stream = self.stream
             if type(module) is nn.Linear:
@@ -209,7 +213,7 @@ class HFTransformer(nn.Module):
             for layer in layers:
                 layer.forward = functools.partial(self._recompute, layer.forward)
 
-        # 4. Keep the buffers' values, and copy them to the device of the first forward (`_move_buffers`).
+        # 4. Keep the buffers' values, and copy them to the device of the first forward pass (`_move_buffers`).
         self._buffer_values = [
             (m, name, b) for m in self.modules() for name, b in m.named_buffers(recurse=False)
         ]
@@ -265,7 +269,7 @@ class HFTransformer(nn.Module):
         return _BatchInvariant() if self._device.type == "cpu" else nullcontext()
 
     def _recompute(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a layer's forward, and rerun the layer during backward on the same stream."""
+        """Run a layer's forward pass, and rerun the layer during backward on the same packed sequence batch."""
         layout = self.stream.layout
 
         def run(*args: Any) -> Any:

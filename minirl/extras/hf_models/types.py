@@ -21,7 +21,7 @@ _CLASS_KEYS = ("architectures", "id2label", "label2id", "dtype", "torch_dtype", 
 
 @dataclasses.dataclass(frozen=True)
 class HFModel:
-    """A model that runs with transformers' modules: the hashable value of `ModelConfig.hf_backend`.
+    """A model that runs on transformers' modules. An instance is hashable and serves as `ModelConfig.hf_backend`.
 
     text: the config.json without _CLASS_KEYS. is_exact: whether decoding matches scoring bitwise on the CPU.
     """
