@@ -268,9 +268,9 @@ def value_model_source(config: Config, setup: Setup) -> tuple[ModelConfig, Path]
     model_config = dataclasses.replace(read_config(folder), scalar_head=True, adapters=config.adapters)
     vocabulary = setup.tokenizer.backend.get_vocab().items()
     value_vocabulary = Tokenizer(folder).backend.get_vocab().items()
-    is_too_short = model_config.max_position_embeddings < setup.prompts.max_tokens
+    has_too_few_positions = model_config.max_position_embeddings < setup.prompts.max_tokens
     refuse(
-        is_too_short or not vocabulary <= value_vocabulary,
+        has_too_few_positions or not vocabulary <= value_vocabulary,
         f"--value-model {folder}: must support the policy's vocabulary and {setup.prompts.max_tokens} positions",
     )
     return model_config, folder

@@ -36,16 +36,16 @@ def parse_answer(tokenizer: ChatTokenizer, ids: Sequence[int], before: NDArray[n
     the tokenizer's folder, if the model's tool-call format is unknown.
     """
     if not uses_hermes_format(tokenizer):
-        prefix = tokenizer.decode(before, skip_special_tokens=False)
+        text_before = tokenizer.decode(before, skip_special_tokens=False)
         text = tokenizer.decode(ids, skip_special_tokens=False)
-        return _parse_with_template(tokenizer, text, prefix)
+        return _parse_with_template(tokenizer, text, text_before)
     # In some vocabularies the tags are special tokens.
-    hidden = {i for i, token in tokenizer.special_tokens.items() if token not in _HERMES_TAGS}
-    text = tokenizer.decode([i for i in ids if i not in hidden], skip_special_tokens=False)
+    skipped_ids = {i for i, token in tokenizer.special_tokens.items() if token not in _HERMES_TAGS}
+    text = tokenizer.decode([i for i in ids if i not in skipped_ids], skip_special_tokens=False)
     # Decode only the tail: a long episode would otherwise decode its whole history in every turn.
     tail = before[-TAIL_TOKENS:].tolist()
-    start = max((i for i, token in enumerate(tail, 1) if token in hidden), default=0)
-    reasoning_tail = tokenizer.decode(tail[start:], skip_special_tokens=False)
+    tail_start = max((i for i, token in enumerate(tail, 1) if token in skipped_ids), default=0)
+    reasoning_tail = tokenizer.decode(tail[tail_start:], skip_special_tokens=False)
     return _hermes_message(
         text, has_begun_thinking=reasoning_tail.rfind("<think>") > reasoning_tail.rfind("</think>")
     )

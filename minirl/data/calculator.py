@@ -60,9 +60,9 @@ def _examples(rows: Sequence[Row], generator: random.Random) -> list[Row]:
         product = row.columns["answer"]
         opened = f"{prompt}<calc>"
         call = f"{prompt[:-1]}</calc>"
-        is_call = generator.random() < CALL_FREQUENCY
+        begins_with_call = generator.random() < CALL_FREQUENCY
         for before, after in (
-            (prompt, f"<calc>{call}" if is_call else product),
+            (prompt, f"<calc>{call}" if begins_with_call else product),
             (opened, call),
             (f"{opened}{call}{product}=", product),
         ):

@@ -179,10 +179,10 @@ class ChatTokenizer(Tokenizer):
 
     def check_ids(self, ids: Sequence[int], origin: str) -> None:
         """Raise InputError, naming the origin, for an id outside the model's vocabulary."""
-        largest = max(ids, default=0)
+        max_id = max(ids, default=0)
         refuse(
-            largest >= self.vocab_size,
-            f"{origin}: token id {largest} is out of range: the model has {self.vocab_size} embeddings; does the "
+            max_id >= self.vocab_size,
+            f"{origin}: token id {max_id} is out of range: the model has {self.vocab_size} embeddings; does the "
             "tokenizer belong to another model?",
         )
 
@@ -203,11 +203,11 @@ class ChatTokenizer(Tokenizer):
             "the assistant turn; to prefill that turn, append its start as text",
         )
         marked, _, marks = replace_with_placeholders(messages)
-        marked_text = self.render_after_answer(marked, origin)
-        self._check_placeholders_rendered(marks, marked_text, origin)
+        placeholder_text = self.render_after_answer(marked, origin)
+        self._check_placeholders_rendered(marks, placeholder_text, origin)
         ids = self.encode_appended(self.render_after_answer(messages, origin), origin)
         # The tokens that the template writes between the assistant message and the first message after it.
-        separator_ids = self.encode_appended(marked_text.partition(next(iter(marks)))[0], origin)
+        separator_ids = self.encode_appended(placeholder_text.partition(next(iter(marks)))[0], origin)
         # A stop string may have ended the message instead, with an ordinary token that also occurs in the separator.
         if end_id in separator_ids and (end_id in self.chat_stop_ids or end_id == separator_ids[0]):
             return ids[separator_ids.index(end_id) + 1 :]
@@ -257,15 +257,15 @@ class ChatTokenizer(Tokenizer):
         if self.backend.chat_template is None:
             hint = "leave out --chat" if self.chat else "use text prompts"
             raise InputError(f"{origin}: a chat prompt, but this tokenizer has no chat template; {hint}")
-        continues = is_prompt and messages[-1]["role"] == "assistant"
+        continues_last_message = is_prompt and messages[-1]["role"] == "assistant"
         try:
             return self.backend.apply_chat_template(
                 # Templates expect text, but a tool result may be a list.
                 [{**message, "content": str(message["content"])} for message in messages],
                 tools=self.tools or None,
                 tokenize=False,
-                add_generation_prompt=is_prompt and not continues,
-                continue_final_message=continues,
+                add_generation_prompt=is_prompt and not continues_last_message,
+                continue_final_message=continues_last_message,
                 **self.template_arguments,
             )
         except Exception as error:
@@ -302,9 +302,9 @@ class ChatTokenizer(Tokenizer):
             text = self.render_after_answer([{"role": "user", "content": _MARK}], str(self.folder))
         except InputError:  # the template rejects this conversation
             return set()
-        after = self.encode_appended(text.partition(_MARK)[0].lstrip(), str(self.folder))
-        is_stopped = not self.stop_ids.isdisjoint(after)
-        return set() if is_stopped else set(after[:1]) & self.backend.added_tokens_decoder.keys()
+        following_ids = self.encode_appended(text.partition(_MARK)[0].lstrip(), str(self.folder))
+        is_stopped = not self.stop_ids.isdisjoint(following_ids)
+        return set() if is_stopped else set(following_ids[:1]) & self.backend.added_tokens_decoder.keys()
 
 
 def replace_with_placeholders(

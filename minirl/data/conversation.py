@@ -76,9 +76,9 @@ def rollout_messages(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
         text = tokenizer.decode(ids)
         if not tokenizer.tools or start != turn.start:
             return text
-        before = branch.tokens[: branch.num_prompt_tokens + start]
+        preceding_tokens = branch.tokens[: branch.num_prompt_tokens + start]
         try:
-            message = answers.parse_answer(tokenizer, ids, before)
+            message = answers.parse_answer(tokenizer, ids, preceding_tokens)
         except InputError:  # the model's tool-call format is unknown
             return text
         # Keep the text, which shows the malformed call.
@@ -99,29 +99,29 @@ def branch_messages(
     turns up to the next appended messages.
     """
     messages = [dict(message) for message in as_messages(prompt)]
-    start = 0
+    message_start = 0
     for i, turn in enumerate(turns):
         if turn.inserted:
             messages += (dict(message) for message in turn.inserted)
-            start = turn.start
+            message_start = turn.start
         # Without appended messages, the assistant message continues in the next turn.
         if i + 1 == len(turns) or turns[i + 1].inserted:
-            add_answer(messages, answer(turn, start))
+            add_answer(messages, answer(turn, message_start))
     return messages
 
 
 def _segments(rollout: Rollout, tokenizer: ChatTokenizer) -> Iterator[dict[str, Any]]:
     """Yield each branch's segments in order: its prompt, except in the first branch, then appended tokens and turns."""
     for branch in rollout.branches:
-        number = branch.rollout_id.branch
-        last = branch.num_prompt_tokens
-        parts = [("prompt", 0, last)] if number > 0 else []
+        branch_number = branch.rollout_id.branch
+        end = branch.num_prompt_tokens
+        segments = [("prompt", 0, end)] if branch_number > 0 else []
         for turn in rollout.episode.turns:
-            if turn.branch == number:
+            if turn.branch == branch_number:
                 first = branch.num_prompt_tokens + turn.start
-                parts += [("environment", last, first), ("sampled", first, first + turn.num_tokens)]
-                last = first + turn.num_tokens
-        for kind, first, last in parts:
-            if last > first:
-                text = tokenizer.decode(branch.tokens[first:last], skip_special_tokens=False)
-                yield {"kind": kind, "text": text, "num_tokens": last - first, "branch": number}
+                segments += [("environment", end, first), ("sampled", first, first + turn.num_tokens)]
+                end = first + turn.num_tokens
+        for kind, first, end in segments:
+            if end > first:
+                text = tokenizer.decode(branch.tokens[first:end], skip_special_tokens=False)
+                yield {"kind": kind, "text": text, "num_tokens": end - first, "branch": branch_number}

@@ -29,22 +29,24 @@ def read_message(message: Any, origin: str) -> dict[str, Any]:
         raise InputError(f"{origin}: {message!r:.80}: expected a message, an object with role and content")
     content = message.get("content")
     calls = message.get("tool_calls")
-    is_tool = message["role"] == "tool"
-    if isinstance(content, list) and all(map(_is_text_part, content)) and (content or not is_tool):
+    is_tool_message = message["role"] == "tool"
+    if isinstance(content, list) and all(map(_is_text_part, content)) and (content or not is_tool_message):
         content = "".join(part["text"] for part in content)
     refuse(
-        not isinstance(content, str | list | None if is_tool else str | None),
+        not isinstance(content, str | list | None if is_tool_message else str | None),
         f"{origin}: content is {content!r:.80}; only text content is supported",
     )
     refuse(message.get("function_call"), f"{origin}: function_call is deprecated; use tool_calls")
-    normalized = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
-    normalized["content"] = "" if content is None else content
+    normalized_message = {
+        key: value for key, value in message.items() if value is not None and key != "tool_calls"
+    }
+    normalized_message["content"] = "" if content is None else content
     if calls:
         try:
-            normalized["tool_calls"] = list(map(_read_call, calls))
+            normalized_message["tool_calls"] = list(map(_read_call, calls))
         except (TypeError, LookupError):
             raise InputError(f"{origin}: tool_calls: only function calls are supported") from None
-    return normalized
+    return normalized_message
 
 
 def _is_text_part(part: Any) -> bool:
@@ -58,8 +60,8 @@ def _read_call(call: Any) -> dict[str, Any]:
         raise TypeError("a function's name must be text")
     arguments: Any = call["function"]["arguments"] or {}
     with contextlib.suppress(TypeError, ValueError, RecursionError):
-        parsed = json.loads(arguments)
-        arguments = parsed if isinstance(parsed, dict) else arguments
+        parsed_arguments = json.loads(arguments)
+        arguments = parsed_arguments if isinstance(parsed_arguments, dict) else arguments
     call_fields = {key: call[key] for key in ("id", "type") if key in call}
     return {**call_fields, "function": {"name": name, "arguments": arguments}}
 
@@ -132,8 +134,8 @@ def _function_schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _checked_schema(tool: Any) -> dict[str, Any]:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
+    function_schema = tool.get("function") if isinstance(tool, dict) else None
+    name = function_schema.get("name") if isinstance(function_schema, dict) else None
     refuse(
         not isinstance(name, str) or not name,
         f"tools: {tool!r:.80}: expected a function, or a schema "

@@ -55,12 +55,12 @@ class PromptStream:
         self.max_new_tokens = max_new_tokens
         rows = [_read_row(row) for row in rows]
         lengths = [len(ids) for ids in tokenizer.encode_all(rows)]
-        limit = max_tokens - max_new_tokens
-        self._rows = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
-        self.longest_prompt = max((length for length in lengths if length <= limit), default=0)
+        max_prompt_tokens = max_tokens - max_new_tokens
+        self._rows = [row for row, length in zip(rows, lengths, strict=True) if length <= max_prompt_tokens]
+        self.longest_prompt = max((length for length in lengths if length <= max_prompt_tokens), default=0)
         self._notes = tokenizer.notes(rows[0].prompt) if rows else []
         if len(self._rows) < len(rows):
-            self._notes.append(self._note_on_long_prompts(rows, lengths, limit))
+            self._notes.append(self._note_on_long_prompts(rows, lengths, max_prompt_tokens))
         self._notes += notes
         self.row_index: Callable[[int], int] = self._shuffled_index
 
@@ -181,19 +181,19 @@ class PromptStream:
             f"{self.max_new_tokens} leaves {limit} of the {self.max_tokens} tokens that the model, --cache-tokens and "
             "--max-tokens-per-microbatch allow",
         )
-        origins = [row.origin for row, length in zip(rows, lengths, strict=True) if length > limit]
+        skipped_origins = [row.origin for row, length in zip(rows, lengths, strict=True) if length > limit]
         return (
-            f"{len(origins)} of {len(rows)} prompts have more than {limit} tokens, such as "
-            f"{', '.join(origins[:3])}: skipped"
+            f"{len(skipped_origins)} of {len(rows)} prompts have more than {limit} tokens, such as "
+            f"{', '.join(skipped_origins[:3])}: skipped"
         )
 
 
 @functools.lru_cache(4)  # there are two prompt streams, and a step may span two epochs
 def _shuffled_order(num_rows: int, seed: int, epoch: int) -> "array[int]":
     """Return the shuffled row order of an epoch."""
-    order = array("q", range(num_rows))
-    random.Random(f"{seed} {epoch}").shuffle(order)
-    return order
+    row_order = array("q", range(num_rows))
+    random.Random(f"{seed} {epoch}").shuffle(row_order)
+    return row_order
 
 
 def _read_row(row: Row) -> Row:

@@ -41,12 +41,12 @@ class Tokenizer:
         """Load the tokenizer. Raises InputError, naming the folder, if no tokenizer can be loaded."""
         from transformers import AutoTokenizer
 
-        source = model_file(folder, "tokenizer_config.json").parent
+        tokenizer_folder = model_file(folder, "tokenizer_config.json").parent
         # Without any of these files, transformers would create an empty tokenizer.
-        has_tokenizer_file = any((source / name).is_file() for name in TOKENIZER_FILES)
+        has_tokenizer_file = any((tokenizer_folder / name).is_file() for name in TOKENIZER_FILES)
         refuse(not has_tokenizer_file, f"{folder} has no tokenizer ({', '.join(TOKENIZER_FILES)})")
         try:
-            self.backend: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+            self.backend: Any = AutoTokenizer.from_pretrained(tokenizer_folder, trust_remote_code=False)
         except Exception as error:
             # Custom code, a missing package or a corrupt file may raise anything.
             raise InputError(f"{folder}: its tokenizer cannot be loaded: {str(error)[:300]}") from None
@@ -57,16 +57,20 @@ class Tokenizer:
         self._anchor_texts = [
             self._decode(self._anchor_ids, skips_special) for skips_special in (False, True)
         ]
-        with_special_ids = list(self.backend(DECODED_ANCHOR)["input_ids"])
-        first = with_special_ids.index(self._anchor_ids[0]) if self._anchor_ids else len(with_special_ids)
-        self.bos_ids = with_special_ids[:first]
-        self.eos_ids = with_special_ids[first + len(self._anchor_ids) :]
+        ids_with_special_tokens = list(self.backend(DECODED_ANCHOR)["input_ids"])
+        anchor_start = (
+            ids_with_special_tokens.index(self._anchor_ids[0])
+            if self._anchor_ids
+            else len(ids_with_special_tokens)
+        )
+        self.bos_ids = ids_with_special_tokens[:anchor_start]
+        self.eos_ids = ids_with_special_tokens[anchor_start + len(self._anchor_ids) :]
 
     @functools.cached_property
     def special_tokens(self) -> dict[int, str]:
         """The special tokens, keyed by id."""
-        added = self.backend.added_tokens_decoder.items()
-        return {i: str(token) for i, token in added if token.special}
+        added_tokens = self.backend.added_tokens_decoder.items()
+        return {i: str(token) for i, token in added_tokens if token.special}
 
     def encode_text(self, text: str, origin: str) -> list[int]:
         """Return the token ids of a text. No special tokens are added, but the text may spell out special tokens.
@@ -96,12 +100,12 @@ class Tokenizer:
         if not text:
             return []
         for anchor in ANCHORS:
-            before = self.encode_text(anchor, origin)
+            anchor_ids = self.encode_text(anchor, origin)
             ids = self.encode_text(anchor + text, origin)
             # Some tokenizers turn a newline into a space.
-            is_anchor_kept = before and self._decode(before, False).removeprefix(" ") == anchor
-            if is_anchor_kept and ids[: len(before)] == before:
-                return ids[len(before) :]
+            is_anchor_kept = anchor_ids and self._decode(anchor_ids, False).removeprefix(" ") == anchor
+            if is_anchor_kept and ids[: len(anchor_ids)] == anchor_ids:
+                return ids[len(anchor_ids) :]
         return self.encode_text(text, origin)
 
     def decode(self, ids: Sequence[int] | NDArray[np.int64], *, skip_special_tokens: bool = True) -> str:
@@ -111,15 +115,15 @@ class Tokenizer:
         without a token (a model's vocabulary may be padded) becomes U+FFFD; otherwise, a wrong completion
         could be rewarded as correct.
         """
-        parts = []
+        text_parts = []
         for is_known, group in itertools.groupby(np.asarray(ids).tolist(), key=self.known_ids.__contains__):
-            part = list(group)
+            run_ids = list(group)
             if is_known:
-                text = self._decode(self._anchor_ids + part, skip_special_tokens)
-                parts.append(text.removeprefix(self._anchor_texts[skip_special_tokens]))
+                text = self._decode(self._anchor_ids + run_ids, skip_special_tokens)
+                text_parts.append(text.removeprefix(self._anchor_texts[skip_special_tokens]))
             else:
-                parts.append(_REPLACEMENT * len(part))
-        return "".join(parts)
+                text_parts.append(_REPLACEMENT * len(run_ids))
+        return "".join(text_parts)
 
     def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         return self.backend.decode(
@@ -167,8 +171,8 @@ class StopStrings:
         self._tokenizer = tokenizer
         # Byte tokens such as "<0x0A>". Some decoders join consecutive byte tokens into characters.
         backend = tokenizer.backend
-        byte_ids = backend.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
-        self._byte_ids = set(byte_ids) - {None, backend.unk_token_id}
+        byte_token_ids = backend.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
+        self._byte_ids = set(byte_token_ids) - {None, backend.unk_token_id}
 
     def __call__(self, turns: Sequence[list[int]]) -> list[bool]:
         """Return, for each turn, whether the turn's last token completes a stop string.

@@ -100,28 +100,28 @@ class Budget:
     def format_plan(self) -> list[str]:
         """Return the sizes, the memory use per phase and the available memory as lines of text."""
         sizes = ", ".join(f"{name} {value}" for name, value in vars(self.sizes).items())
-        sharing = "one at a time: each step reallocates the cache"
+        sharing_note = "one at a time: each step reallocates the cache"
         if self.fits(keeps_cache=True):
-            sharing = "both at once: the cache stays allocated"
+            sharing_note = "both at once: the cache stays allocated"
         return [
             sizes,
             *(self._format_phase(phase) for phase in ("always", "training", "decoding")),
-            f"{self.available_bytes / 1e9:.3g} GB are left for training and decoding, {sharing}",
+            f"{self.available_bytes / 1e9:.3g} GB are left for training and decoding, {sharing_note}",
         ]
 
     def advice(self, phase: str) -> str:
         """Return an out-of-memory hint for a phase: the planned memory, and the flags that reduce memory."""
-        decoding = f"{self._format_phase('decoding')}; lower --cache-tokens"
+        decoding_advice = f"{self._format_phase('decoding')}; lower --cache-tokens"
         if phase.endswith("generate"):
-            return decoding
+            return decoding_advice
         if phase.endswith(("score", "update")):
             return f"{self._format_phase('training')}; lower --max-tokens-per-microbatch, or use --recompute-layers on"
-        return f"{self._format_phase('always')}; use a smaller --model or more ranks; {decoding}"
+        return f"{self._format_phase('always')}; use a smaller --model or more ranks; {decoding_advice}"
 
     def _format_phase(self, phase: str) -> str:
         parts: dict[str, float] = getattr(self, f"{phase}_bytes")
-        listed = ", ".join(f"{part} {num_bytes / 1e9:.3g}" for part, num_bytes in parts.items())
-        return f"{phase} {sum(parts.values()) / 1e9:.3g} GB: {listed}"
+        breakdown = ", ".join(f"{part} {num_bytes / 1e9:.3g}" for part, num_bytes in parts.items())
+        return f"{phase} {sum(parts.values()) / 1e9:.3g} GB: {breakdown}"
 
 
 @functools.cache
@@ -156,11 +156,11 @@ def _weight_bytes(work: Workload, model: ModelConfig, is_sharded: bool) -> float
 
     The rank holds all weights or, if the model is sharded, only the embedding, the head and a shard of the layers.
     """
-    num_local: float = num_parameters(model)
+    num_local_parameters: float = num_parameters(model)
     if is_sharded:
         num_embeddings = _num_embeddings(model)
-        num_local = num_embeddings + (num_local - num_embeddings) / work.num_ranks
-    return work.dtype.itemsize * num_local
+        num_local_parameters = num_embeddings + (num_local_parameters - num_embeddings) / work.num_ranks
+    return work.dtype.itemsize * num_local_parameters
 
 
 def _num_embeddings(model: ModelConfig) -> int:
@@ -170,18 +170,18 @@ def _num_embeddings(model: ModelConfig) -> int:
 
 def _update_bytes(work: Workload, sizes: Sizes, num_trained: int) -> dict[str, float]:
     """Return the number of bytes needed for an update, keyed by purpose."""
-    gradients = 4.0 * num_trained
+    gradient_bytes = 4.0 * num_trained
     if sizes.shard_gradients:
-        gradients = 0.0 if work.offloads_optimizer else gradients / work.num_ranks
-    update = {
-        "gradients": gradients,
+        gradient_bytes = 0.0 if work.offloads_optimizer else gradient_bytes / work.num_ranks
+    update_bytes = {
+        "gradients": gradient_bytes,
         "activations": max(_activation_bytes(work, sizes, model) for model in work.trained_models),
     }
     if sizes.shard_weights:
         policy = work.trained_models[0]
-        layer_parameters = num_parameters(policy) / policy.num_hidden_layers
-        update["gathered weights"] = work.dtype.itemsize * 2 * layer_parameters
-    return update
+        num_layer_parameters = num_parameters(policy) / policy.num_hidden_layers
+        update_bytes["gathered weights"] = work.dtype.itemsize * 2 * num_layer_parameters
+    return update_bytes
 
 
 def _layer_bytes_per_token(work: Workload, model: ModelConfig) -> float:
@@ -190,15 +190,17 @@ def _layer_bytes_per_token(work: Workload, model: ModelConfig) -> float:
     The peak memory of a layer's forward pass does not exceed this number. The number is exact for Llama and
     Qwen2, and up to 14% off for other families.
     """
-    queries = model.num_attention_heads * model.head_dim
-    num_saved = 4 * model.hidden_size + 3 * model.intermediate_size + (4 + 2 * model.qk_norm) * queries
-    factor = CPU_FACTOR if work.device_type == "cpu" else 1.0
+    q_size = model.num_attention_heads * model.head_dim
+    num_saved_elements = (
+        4 * model.hidden_size + 3 * model.intermediate_size + (4 + 2 * model.qk_norm) * q_size
+    )
+    activation_factor = CPU_FACTOR if work.device_type == "cpu" else 1.0
     if model.norm_adds_one:  # norms that scale by 1 + weight save their inputs in fp32
-        factor *= 1.35
+        activation_factor *= 1.35
     # transformers' rotary embedding, gated activation and norms save more for backward (docs/families.md).
     if model.hf_backend is not None:
-        factor *= 1.5
-    return factor * work.dtype.itemsize * num_saved
+        activation_factor *= 1.5
+    return activation_factor * work.dtype.itemsize * num_saved_elements
 
 
 def _activation_bytes(work: Workload, sizes: Sizes, model: ModelConfig) -> float:
@@ -217,8 +219,8 @@ def _activation_bytes(work: Workload, sizes: Sizes, model: ModelConfig) -> float
     if not sizes.shard_gradients:
         return activation_bytes
     # Once the activations are freed, the embedding and head gradients are summed across ranks, or on the host.
-    summed_itemsize = 12 if work.num_ranks == 1 else itemsize + 4
-    return max(activation_bytes, summed_itemsize * _num_embeddings(model))
+    reduced_grad_itemsize = 12 if work.num_ranks == 1 else itemsize + 4
+    return max(activation_bytes, reduced_grad_itemsize * _num_embeddings(model))
 
 
 def _decoding_bytes(work: Workload, sizes: Sizes) -> dict[str, float]:
@@ -247,24 +249,28 @@ def choose_sizes(work: Workload, given: Mapping[str, Any]) -> Budget:
     for divisor, recompute, shard in OFFLOADED_UPDATE_OPTIONS if work.offloads_optimizer else UPDATE_OPTIONS:
         num_tokens = max(work.max_sequence_tokens, work.default_microbatch_tokens // divisor)
         min_sizes = Sizes(1, work.max_sequence_tokens, num_tokens, recompute, shard)
-        chosen = compute_budget(work, dataclasses.replace(min_sizes, **given))
-        if chosen.fits():
+        chosen_budget = compute_budget(work, dataclasses.replace(min_sizes, **given))
+        if chosen_budget.fits():
             break
     # Requests may take up to half of the memory; the cache gets what is left.
-    requests = int(chosen.available_bytes / 2 / chosen.decoding_bytes["requests"])
-    requests = max(1, min(requests, work.num_requests, MAX_REQUESTS[work.device_type]))
-    chosen = compute_budget(work, dataclasses.replace(chosen.sizes, max_running_requests=requests))
+    max_running_requests = int(chosen_budget.available_bytes / 2 / chosen_budget.decoding_bytes["requests"])
+    max_running_requests = max(
+        1, min(max_running_requests, work.num_requests, MAX_REQUESTS[work.device_type])
+    )
+    chosen_budget = compute_budget(
+        work, dataclasses.replace(chosen_budget.sizes, max_running_requests=max_running_requests)
+    )
     if "cache_tokens" in given:
-        return chosen
+        return chosen_budget
     max_tokens = max(CACHE_TOKENS, work.num_requests * (work.max_sequence_tokens + PAGED_BLOCK))
-    token_bytes = chosen.decoding_bytes["cache"] / work.max_sequence_tokens
-    free_bytes = chosen.available_bytes - sum(chosen.decoding_bytes.values())
+    token_bytes = chosen_budget.decoding_bytes["cache"] / work.max_sequence_tokens
+    free_bytes = chosen_budget.available_bytes - sum(chosen_budget.decoding_bytes.values())
     in_turns, side_by_side = (
         min(max_tokens, work.max_sequence_tokens + int(cache_bytes / token_bytes))
-        for cache_bytes in (free_bytes, free_bytes - sum(chosen.training_bytes.values()))
+        for cache_bytes in (free_bytes, free_bytes - sum(chosen_budget.training_bytes.values()))
     )
     # Keeping the cache allocated between steps is worth giving up a third of its capacity.
     num_tokens = side_by_side if 3 * side_by_side >= 2 * in_turns else in_turns
     return compute_budget(
-        work, dataclasses.replace(chosen.sizes, cache_tokens=max(work.max_sequence_tokens, num_tokens))
+        work, dataclasses.replace(chosen_budget.sizes, cache_tokens=max(work.max_sequence_tokens, num_tokens))
     )

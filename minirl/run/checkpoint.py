@@ -67,21 +67,23 @@ class Checkpoints:
         # Files that `write_folder` writes next to each model's weights, on rank 0 only.
         self._contents: PerModel = {}
         for name, (model, _) in models.items():
-            shape = model.module.config
-            config = read_json_object(model_file(model.folder, "config.json"))
-            peft = None
-            if shape.adapters:
-                peft = peft_config(shape, config, model.masters, hub_id_or_path(model.folder))
-                self._adapters[name] = {**peft, "base_weights": weights_fingerprint(model.folder)}
+            model_config = model.module.config
+            raw_config = read_json_object(model_file(model.folder, "config.json"))
+            adapter_config = None
+            if model_config.adapters:
+                adapter_config = peft_config(
+                    model_config, raw_config, model.masters, hub_id_or_path(model.folder)
+                )
+                self._adapters[name] = {**adapter_config, "base_weights": weights_fingerprint(model.folder)}
             if rank() != 0:
                 continue
-            if shape.scalar_head:
-                config = scalar_config(config)
+            if model_config.scalar_head:
+                raw_config = scalar_config(raw_config)
             self._contents[name] = {
-                "config": config,
+                "config": raw_config,
                 "tokenizer_files": read_tokenizer_files(model.folder),
-                "passthrough": passthrough_tensors(shape, model.folder),
-                "peft_config": peft,
+                "passthrough": passthrough_tensors(model_config, model.folder),
+                "peft_config": adapter_config,
             }
 
     def restore(self, checkpoint: Path) -> dict[str, Any]:
@@ -93,8 +95,8 @@ class Checkpoints:
         progress = _load_file(checkpoint / PROGRESS_FILE)
         num_saved = progress.pop("world_size")
         adapters = progress.pop("adapters", {})
-        files = [_load_file(checkpoint / _rank_file(r, num_saved)) for r in range(num_saved)]
-        saved_names = list(files[0]["models"])
+        rank_states = [_load_file(checkpoint / _rank_file(r, num_saved)) for r in range(num_saved)]
+        saved_names = list(rank_states[0]["models"])
         refuse(
             saved_names != list(self._models),
             f"{checkpoint} has the models {saved_names}, but this script has {list(self._models)}; use another "
@@ -102,17 +104,22 @@ class Checkpoints:
         )
         for name, (model, optimizer) in self._models.items():
             old, new = adapters.get(name, {}), self._adapters.get(name, {})
-            changed = {key: (old.get(key), value) for key, value in new.items() if old.get(key) != value}
-            if "base_weights" not in changed:
-                changed.pop("base_model_name_or_path", None)  # the same weights at another path
+            changed_settings = {
+                key: (old.get(key), value) for key, value in new.items() if old.get(key) != value
+            }
+            if "base_weights" not in changed_settings:
+                changed_settings.pop("base_model_name_or_path", None)  # the same weights at another path
             differences = ", ".join(
-                f"{key} (saved {saved!r}, current {value!r})" for key, (saved, value) in changed.items()
+                f"{key} (saved {saved!r}, current {value!r})"
+                for key, (saved, value) in changed_settings.items()
             )
             refuse(
-                changed,
+                changed_settings,
                 f"{checkpoint} has different adapters for the {name}: {differences}; use another --run-name",
             )
-            model.load_state(optimizer, [file["models"][name] for file in files], origin=str(checkpoint))
+            model.load_state(
+                optimizer, [file["models"][name] for file in rank_states], origin=str(checkpoint)
+            )
         print0(f"resuming after step {progress['step']}, from {checkpoint} (world size {num_saved})")
         return progress
 
@@ -206,11 +213,13 @@ def prune_checkpoints(run_folder: Path, *, keep: int) -> None:
     checkpoints = checkpoints_in(run_folder)
     if keep == 0 or len(checkpoints) <= keep:
         return
-    scores = {}
+    held_out_scores = {}
     for path in checkpoints:
         with contextlib.suppress(Exception):  # a corrupt file may contain anything
-            scores[path] = _load_file(path / PROGRESS_FILE)["evaluated"].get("eval/reward", -math.inf)
-    best = max(reversed(scores), key=scores.__getitem__)
+            held_out_scores[path] = _load_file(path / PROGRESS_FILE)["evaluated"].get(
+                "eval/reward", -math.inf
+            )
+    best_checkpoint = max(reversed(held_out_scores), key=held_out_scores.__getitem__)
     for path in checkpoints[:-keep]:
-        if path in scores and path != best:
+        if path in held_out_scores and path != best_checkpoint:
             durable.remove_folder(path)

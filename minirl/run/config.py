@@ -217,16 +217,18 @@ class RunConfig:
         step. A resumed run that changes the number of updates per step therefore keeps its position and does not
         repeat a finished warm-up.
         """
-        per_step = self.updates_per_step
-        num_done = (progress.step - first_step) * per_step + progress.update - progress.first_update
-        num_warmup_updates = max(num_done, progress.update - first_step * per_step)
+        updates_per_step = self.updates_per_step
+        num_done_updates = (
+            (progress.step - first_step) * updates_per_step + progress.update - progress.first_update
+        )
+        num_warmup_updates = max(num_done_updates, progress.update - first_step * updates_per_step)
         if num_warmup_updates < self.warmup_updates:
             return peak * (num_warmup_updates + 1) / self.warmup_updates
         if self.schedule == "constant":
             return peak
-        num_updates = (self.num_steps - first_step) * per_step
+        num_updates = (self.num_steps - first_step) * updates_per_step
         num_decay_updates = max(1, num_updates - self.warmup_updates)
-        return peak * min(max(0, num_updates - num_done), num_decay_updates) / num_decay_updates
+        return peak * min(max(0, num_updates - num_done_updates), num_decay_updates) / num_decay_updates
 
     def compute_dtype(self, device_type: str) -> torch.dtype:
         """Return the compute dtype that --dtype selects on this device type."""

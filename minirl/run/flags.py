@@ -54,8 +54,8 @@ def parse(
         defaults = presets[algorithm]
     # tyro prints group titles only for nested structs, so the flat config is converted to a nested struct.
     groups: dict[str, list[Any]] = defaultdict(list)
-    info = StructTypeInfo.make(config_class, config_class(**defaults or {}), in_union_context=False)
-    spec: Any = ConstructorRegistry.get_struct_spec(info)
+    type_info = StructTypeInfo.make(config_class, config_class(**defaults or {}), in_union_context=False)
+    spec: Any = ConstructorRegistry.get_struct_spec(type_info)
     title = ""
     for field in spec.fields:
         text = " ".join((field.helptext() or "").split())
@@ -70,7 +70,7 @@ def parse(
             )
             groups[title].append((field.name, Annotated[field.type, argument], field.default))
     try:
-        values = tyro.cli(
+        group_configs = tyro.cli(
             dict[str, Any],
             args=arguments,
             default={title: make_dataclass("Group", members)() for title, members in groups.items()},
@@ -80,7 +80,7 @@ def parse(
         )
     except BrokenPipeError:  # the pipe was closed early, for example by `--help | head`
         sys.exit(0)
-    return config_class(**ChainMap(*map(asdict, values.values())))
+    return config_class(**ChainMap(*map(asdict, group_configs.values())))
 
 
 def read_flag(name: str, arguments: Sequence[str] | None) -> str | None:

@@ -57,20 +57,20 @@ def load_rollout(config: RunConfig) -> UserRollout | None:
         functions = find_functions(source, *(name.split(",") if kind == "tools" else [name]))
         if kind == "rollout":
             check_rollout_function(functions[0], "a rollout")
-            loaded = UserRollout(functions[0])
+            user_rollout = UserRollout(functions[0])
         else:
             from minirl.extras.agents.tool_loop import environment_rollout, tools_rollout
 
-            loaded = tools_rollout(functions) if kind == "tools" else environment_rollout(functions[0])
+            user_rollout = tools_rollout(functions) if kind == "tools" else environment_rollout(functions[0])
     for reward in config.reward:
-        is_given = kind == "rollout" or (loaded.gives_reward and reward == EPISODE)
+        gives_this_reward = kind == "rollout" or (user_rollout.gives_reward and reward == EPISODE)
         refuse(
-            reward.partition(":")[0] == EPISODE and not is_given,
+            reward.partition(":")[0] == EPISODE and not gives_this_reward,
             f"--reward {reward}: --{kind} {spec} does not return a reward with this name; an --environment must define "
             f"`get_reward(self)` to use --reward {EPISODE}. Alternatively, score completions or `environments` with "
             "--reward FILE.py:FUNCTION",
         )
-    return loaded
+    return user_rollout
 
 
 def load_task(config: RunConfig, *, has_rewards: bool = False) -> Task:
@@ -113,19 +113,19 @@ def load_rewards(config: RunConfig, task: Task) -> tuple[Mapping[str, RewardLike
     """
     if not config.reward and not config.reward_model:
         return task.rewards, task.extra_scores
-    logged = {**task.rewards, **task.extra_scores}
+    logged_rewards = {**task.rewards, **task.extra_scores}
     specs: dict[str, str] = {}
     for spec in config.reward:
         name = spec.rpartition(":")[2]
         refuse(
-            name in {*RESERVED, *config.reward_models, *logged, *specs},
+            name in {*RESERVED, *config.reward_models, *logged_rewards, *specs},
             f"--reward {spec}: the name {name!r} belongs to another reward or metric; rename the function",
         )
         specs[name] = spec
     loaded = {name: _load_reward(config, spec) for name, spec in specs.items()}
     rows = itertools.chain(task.train_rows, *task.eval_sets.values())
     check_columns(loaded, rows, has_environment=bool(config.environment))
-    return loaded, logged
+    return loaded, logged_rewards
 
 
 def _load_reward(config: RunConfig, spec: str) -> Reward:
@@ -170,48 +170,50 @@ def load_prompts(
         check_weights(model_config, model_folder)
     tokenizer = load_tokenizer(config, model_folder, tools, user_rollout, model_config.vocab_size)
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
-    sizes = (config.cache_tokens, config.max_tokens_per_microbatch)
-    limits = [default_microbatch_tokens(max_new_tokens) if size == "auto" else size for size in sizes]
-    limits.append(model_config.max_position_embeddings)
+    token_sizes = (config.cache_tokens, config.max_tokens_per_microbatch)
+    token_limits = [
+        default_microbatch_tokens(max_new_tokens) if size == "auto" else size for size in token_sizes
+    ]
+    token_limits.append(model_config.max_position_embeddings)
     if teacher_folder := model_folder_of_field(config, "teacher"):
-        limits.append(_check_teacher(teacher_folder, tokenizer, model_config.vocab_size))
+        token_limits.append(_check_teacher(teacher_folder, tokenizer, model_config.vocab_size))
     held_out: list[Row] = []
     notes_on_rows = []
     for source, rows in task.eval_sets.items():
         num_rows = min(len(rows), config.eval_rows)
         # A constant seed selects the same rows in every run. The first rows of a sorted file would be a biased sample.
-        sample = random.Random(0).sample(range(len(rows)), num_rows)
-        held_out += [rows[i] for i in sorted(sample)]
+        sampled_indices = random.Random(0).sample(range(len(rows)), num_rows)
+        held_out += [rows[i] for i in sorted(sampled_indices)]
         if num_rows < len(rows):
             notes_on_rows.append(f"{source}: a fixed sample, {num_rows:,} of {len(rows):,} rows")
-    stream = functools.partial(
+    make_stream = functools.partial(
         PromptStream,
         tokenizer=tokenizer,
         seed=config.seed,
-        max_tokens=min(limits),
+        max_tokens=min(token_limits),
         max_new_tokens=max_new_tokens,
     )
-    train = stream(task.train_rows, purpose="train")
-    return model_config, train, stream(held_out, purpose="eval", notes=notes_on_rows)
+    train_prompts = make_stream(task.train_rows, purpose="train")
+    return model_config, train_prompts, make_stream(held_out, purpose="eval", notes=notes_on_rows)
 
 
 def _check_teacher(folder: Path, tokenizer: ChatTokenizer, vocab_size: int) -> int:
     """Return a teacher's maximum number of positions. Raises InputError if teacher and policy token ids differ."""
-    teacher = read_config(folder, scalar_head=False)
+    teacher_config = read_config(folder, scalar_head=False)
     ids, teachers_ids = (one.backend.get_vocab() for one in (tokenizer, Tokenizer(folder)))
-    mismatched = sorted(token for token, _ in ids.items() ^ teachers_ids.items())[:3]
+    mismatched_tokens = sorted(token for token, _ in ids.items() ^ teachers_ids.items())[:3]
     refuse(
-        mismatched,
+        mismatched_tokens,
         f"--teacher {folder}: its tokenizer and the policy's tokenizer ({tokenizer.folder}) disagree on these tokens: "
-        f"{', '.join(mismatched)}; use a teacher with the same token ids",
+        f"{', '.join(mismatched_tokens)}; use a teacher with the same token ids",
     )
     num_tokens = min(max(ids.values()) + 1, vocab_size)
     refuse(
-        teacher.vocab_size < num_tokens,
-        f"--teacher {folder}: has only {teacher.vocab_size} embeddings for {num_tokens} tokens; use a teacher with the "
-        "policy's vocabulary",
+        teacher_config.vocab_size < num_tokens,
+        f"--teacher {folder}: has only {teacher_config.vocab_size} embeddings for {num_tokens} tokens; use a "
+        "teacher with the policy's vocabulary",
     )
-    return teacher.max_position_embeddings
+    return teacher_config.max_position_embeddings
 
 
 def load_tokenizer(
@@ -241,6 +243,6 @@ def load_tokenizer(
     tokenizer.check_template_arguments()
     if user_tools:
         check_calls_parsable(tokenizer)
-        result = {"role": "tool", "name": user_tools[0]["function"]["name"], "content": "a"}
-        tokenizer.encode_following_messages([result], "the result of a tool", end_id=None)
+        tool_message = {"role": "tool", "name": user_tools[0]["function"]["name"], "content": "a"}
+        tokenizer.encode_following_messages([tool_message], "the result of a tool", end_id=None)
     return tokenizer

@@ -44,7 +44,7 @@ def this_machine(device: torch.device) -> Machine:
 def free_memory(root: Path = Path("/")) -> int:
     """Return the free host memory in bytes, capped by the memory limits of this process's cgroups."""
     (available_kib,) = re.findall(r"MemAvailable: +(\d+) kB", (root / "proc/meminfo").read_text())
-    free = 1024 * int(available_kib)
+    free_bytes = 1024 * int(available_kib)
     # Lines are "0::PATH" for version 2, "NUMBER:CONTROLLERS:PATH" for version 1. A container may see its cgroup's
     # path on the host although the cgroup is mounted at the root, so the files in all parent folders are read too.
     for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -56,8 +56,8 @@ def free_memory(root: Path = Path("/")) -> int:
                 limit, usage, stat = ((folder / name).read_text() for name in file_names)
                 # The last match includes child cgroups. The kernel reclaims inactive page cache before memory runs out.
                 *_, cached = re.findall(r"inactive_file (\d+)", stat)
-                free = min(free, int(limit) - int(usage) + int(cached))
-    return free
+                free_bytes = min(free_bytes, int(limit) - int(usage) + int(cached))
+    return free_bytes
 
 
 def plan(config: RunConfig, work: Workload, *, recorded: Mapping[str, Any]) -> Budget:
@@ -67,33 +67,36 @@ def plan(config: RunConfig, work: Workload, *, recorded: Mapping[str, Any]) -> B
     sequence no longer fits into a microbatch. Raises InputError for a run that does not fit, unless all sizes are
     given.
     """
-    given = {name: recorded[name] for name in PINNED_SIZES if name in recorded}
+    given_sizes = {name: recorded[name] for name in PINNED_SIZES if name in recorded}
     for name in (*AUTO_SIZES, "shard_weights"):
         value = getattr(config, name)
         if value != "auto":
-            given[name] = {"on": True, "off": False}.get(value, value)
-    if "max_tokens_per_microbatch" in given:
-        given["max_tokens_per_microbatch"] = max(work.max_sequence_tokens, given["max_tokens_per_microbatch"])
+            given_sizes[name] = {"on": True, "off": False}.get(value, value)
+    if "max_tokens_per_microbatch" in given_sizes:
+        given_sizes["max_tokens_per_microbatch"] = max(
+            work.max_sequence_tokens, given_sizes["max_tokens_per_microbatch"]
+        )
     weight_layouts = [FULL_WEIGHTS]
     if work.num_ranks > 1 and work.trains:
-        requested = given.get("shard_weights")
+        requested_sharding = given_sizes.get("shard_weights")
         weight_layouts = [
             weight_layout
             for weight_layout in (FULL_WEIGHTS, SHARDED_WEIGHTS)
-            if requested in (None, weight_layout["shard_weights"])
+            if requested_sharding in (None, weight_layout["shard_weights"])
         ]
     for weight_layout in weight_layouts:
-        needed = choose_sizes(work, given | weight_layout)
-        if needed.fits():
-            return needed
+        memory_budget = choose_sizes(work, given_sizes | weight_layout)
+        if memory_budget.fits():
+            return memory_budget
     refuse(
         "auto" in (getattr(config, name) for name in AUTO_SIZES),
-        f"the run does not fit into {work.free_bytes / 1e9:.3g} GB per rank ({'; '.join(needed.format_plan())}): use a "
-        "smaller --model, or lower --max-new-tokens or --cache-tokens; for training, also more ranks "
+        f"the run does not fit into {work.free_bytes / 1e9:.3g} GB per rank "
+        f"({'; '.join(memory_budget.format_plan())}): "
+        "use a smaller --model, or lower --max-new-tokens or --cache-tokens; for training, also more ranks "
         "(--nproc-per-node), --offload-optimizer on GPUs, --shard-weights on or a lower --max-tokens-per-microbatch; "
         "if all sizes are given, the run starts anyway",
     )
-    return needed
+    return memory_budget
 
 
 def default_microbatch_tokens(max_new_tokens: int) -> int:
@@ -116,46 +119,46 @@ def workload(
     be used.
     """
     # Streams skip prompts that leave fewer than `max_new_tokens` tokens for the completion.
-    longest = max(prompts.longest_prompt, held_out.longest_prompt) + prompts.max_new_tokens
-    trained = [policy]
+    max_sequence_tokens = max(prompts.longest_prompt, held_out.longest_prompt) + prompts.max_new_tokens
+    trained_models = [policy]
     shares_base = False
     if config.num_value_models:
         value_folder = saved / "value" if saved else model_folder_of_field(config, "value_model")
         shares_base = config.adapters is not None and value_folder is None
         value_model = read_config(value_folder) if value_folder else policy
         value_model = dataclasses.replace(value_model, scalar_head=True, adapters=config.adapters)
-        trained += [value_model] * config.num_value_models
-    frozen = {}
+        trained_models += [value_model] * config.num_value_models
+    frozen_models = {}
     if (
         config.has_reference and not config.adapters
     ):  # with adapters, the reference is the policy without its adapters
-        frozen["reference"] = policy
+        frozen_models["reference"] = policy
     if teacher := model_folder_of_field(config, "teacher"):
-        frozen["teacher"] = dataclasses.replace(read_config(teacher), vocab_size=policy.vocab_size)
+        frozen_models["teacher"] = dataclasses.replace(read_config(teacher), vocab_size=policy.vocab_size)
     for name, model in config.reward_models.items():
-        folder = resolve_folder(model, flag="--reward-model", with_weights=not config.dry_run)
-        frozen[name] = read_config(folder, scalar_head=True)
-        num_positions = frozen[name].max_position_embeddings
+        reward_model_folder = resolve_folder(model, flag="--reward-model", with_weights=not config.dry_run)
+        frozen_models[name] = read_config(reward_model_folder, scalar_head=True)
+        max_positions = frozen_models[name].max_position_embeddings
         refuse(
-            num_positions < longest,
-            f"--reward-model {model}: has {num_positions} positions, but a prompt with its completion may take "
-            f"{longest} tokens; lower --max-new-tokens, or use shorter prompts",
+            max_positions < max_sequence_tokens,
+            f"--reward-model {model}: has {max_positions} positions, but a prompt with its completion may take "
+            f"{max_sequence_tokens} tokens; lower --max-new-tokens, or use shorter prompts",
         )
     num_prompts = math.ceil(config.prompts_per_step / machine.num_ranks)
     # Each group may have an extra greedy completion. With --max-staleness, groups from two steps may be in flight.
-    requests = num_prompts * (config.group_size + 1)
+    num_requests = num_prompts * (config.group_size + 1)
     if config.max_staleness:
-        requests *= 2
-    num_evaluated = math.ceil(held_out.num_prompts / machine.num_ranks) * (config.eval_samples or 1)
+        num_requests *= 2
+    num_eval_requests = math.ceil(held_out.num_prompts / machine.num_ranks) * (config.eval_samples or 1)
     return Workload(
         **vars(machine),
         dtype=config.compute_dtype(machine.device_type),
-        trained_models=trained,
-        frozen_models=frozen,
-        max_sequence_tokens=longest,
+        trained_models=trained_models,
+        frozen_models=frozen_models,
+        max_sequence_tokens=max_sequence_tokens,
         default_microbatch_tokens=default_microbatch_tokens(prompts.max_new_tokens),
-        step_tokens=num_prompts * config.group_size * longest,
-        num_requests=max(requests, min(num_evaluated, MAX_REQUESTS[machine.device_type])),
+        step_tokens=num_prompts * config.group_size * max_sequence_tokens,
+        num_requests=max(num_requests, min(num_eval_requests, MAX_REQUESTS[machine.device_type])),
         trains=config.trains,
         shares_base=shares_base,
         offloads_optimizer=config.offload_optimizer and machine.device_type == "cuda",

@@ -104,8 +104,8 @@ class Run:
                 shutil.copyfile(script, self._folder / script.name)
         setup.print_start()
         self.progress.before = self.progress.before or self.evaluate()
-        scores = ", ".join(f"{name} {score:.3f}" for name, score in self.progress.before.items())
-        print0("held-out before training:", scores or "no held-out rows; see --eval-data")
+        scores_text = ", ".join(f"{name} {score:.3f}" for name, score in self.progress.before.items())
+        print0("held-out before training:", scores_text or "no held-out rows; see --eval-data")
 
     def steps(self) -> Iterator[int]:
         """Yield the remaining step numbers. If a stop is requested, end the iteration after the current step.
@@ -141,26 +141,28 @@ class Run:
         streams, batch_type: see `exchange`.
         """
         sequences = groups.sequences
-        skipped: list[SequenceInfo] = []
+        skipped_sequences: list[SequenceInfo] = []
         if is_skipped is not None:
             is_skipped_rollout = is_skipped.flatten().tolist()
-            skipped = [sequence for sequence in sequences if is_skipped_rollout[sequence.rollout_index]]
-            if skipped:
-                skipped.remove(random.Random(self.progress.step).choice(skipped))
-            add_skipped_tokens(metrics, sequences, skipped)
-        trained = sorted({*sequences}.difference(skipped))
+            skipped_sequences = [
+                sequence for sequence in sequences if is_skipped_rollout[sequence.rollout_index]
+            ]
+            if skipped_sequences:
+                skipped_sequences.remove(random.Random(self.progress.step).choice(skipped_sequences))
+            add_skipped_tokens(metrics, sequences, skipped_sequences)
+        trained_sequences = sorted({*sequences}.difference(skipped_sequences))
         num_minibatches = self._config.minibatches_per_epoch
         minibatch = minibatch_index(len(groups.rollout_infos), num_minibatches).tolist()
-        plan = [
+        microbatch_plan = [
             plan_microbatches(
-                [sequence for sequence in trained if minibatch[sequence.rollout_index] == number],
+                [sequence for sequence in trained_sequences if minibatch[sequence.rollout_index] == number],
                 num_ranks=world_size(),
                 max_tokens=self._setup.sizes.max_tokens_per_microbatch,
             )
             for number in range(num_minibatches)
         ]
-        batch = exchange(groups.rollouts, plan, streams, batch_type)
-        return batch, [per_rank[rank()] for per_rank in plan]
+        batch = exchange(groups.rollouts, microbatch_plan, streams, batch_type)
+        return batch, [per_rank[rank()] for per_rank in microbatch_plan]
 
     def score(
         self,
@@ -202,15 +204,15 @@ class Run:
         Call this method before the update, so that rollouts are logged even if the update raises an error.
         """
         num_loss_tokens = groups.num_loss_tokens.flatten()
-        sums = sequence_sums(batch.advantages, batch.lengths)
-        means = gather_to_rollouts(batch, sums, len(num_loss_tokens)) / num_loss_tokens
-        is_local = [info.sequences[0].owner_rank == rank() for info in groups.rollout_infos]
+        advantage_sums = sequence_sums(batch.advantages, batch.lengths)
+        mean_advantages = gather_to_rollouts(batch, advantage_sums, len(num_loss_tokens)) / num_loss_tokens
+        is_local_rollout = [info.sequences[0].owner_rank == rank() for info in groups.rollout_infos]
         records = rollout_records(
             groups.rewarded_rollouts,
             self._setup.reward_functions,
             self._setup.tokenizer,
             weights=groups.reward_weights,
-            advantage=means[is_local].tolist(),
+            advantage=mean_advantages[is_local_rollout].tolist(),
         )
         self._logger.log_rollouts(
             step, records, to_wandb=step == 1 or self._is_due(step, self._config.eval_every)
@@ -244,10 +246,10 @@ class Run:
         if self._is_due(step, self._config.eval_every):
             progress.evaluated = self.evaluate()
         metrics.end()
-        reduced = with_derived_metrics(metrics.reduce()) | progress.evaluated
+        reduced_metrics = with_derived_metrics(metrics.reduce()) | progress.evaluated
         if step == 1 and "eval/reward" in progress.before:
-            reduced["eval/before"] = progress.before["eval/reward"]
-        self._logger.log(step, reduced, num_steps=self._config.num_steps)
+            reduced_metrics["eval/before"] = progress.before["eval/reward"]
+        self._logger.log(step, reduced_metrics, num_steps=self._config.num_steps)
         self._stop_signal = 0 if step == self._config.num_steps else stop_requested()
         progress.step = step
         if self._stop_signal or self._is_due(step, self._config.save_every):

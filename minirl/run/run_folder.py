@@ -50,11 +50,11 @@ def lock_run_folder(name: str) -> Iterator[RunFolder]:
         f"--run-name {name}: must be a plain name, not a path; set $MINIRL_RUNS to choose the parent folder",
     )
     folder = runs_root() / name
-    lock = previous = None
+    lock = previous_start = None
     if rank() == 0:
         lock = _take_lock(folder)
-        previous = _previous_start(folder)
-    args, checkpoint = broadcast_object(previous)
+        previous_start = _previous_start(folder)
+    args, checkpoint = broadcast_object(previous_start)
     try:
         path = folder / "lock"
         # Each launch appends a random token to the lock file, so nodes without a shared file system read different
@@ -83,8 +83,8 @@ def _previous_start(folder: Path) -> tuple[dict[str, Any], Path | None]:
 def _take_lock(folder: Path) -> IO[str]:
     """Create the folder if needed, and lock it for this process. Raises InputError if either step fails."""
     path = folder / "lock"
-    is_foreign = not path.exists() and any(folder.glob("*"))
-    refuse(is_foreign, f"{folder} is not a run folder; choose another --run-name")
+    has_foreign_files = not path.exists() and any(folder.glob("*"))
+    refuse(has_foreign_files, f"{folder} is not a run folder; choose another --run-name")
     try:
         folder.mkdir(PRIVATE, parents=True, exist_ok=True)
         lock = path.open("a")

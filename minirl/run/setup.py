@@ -84,13 +84,13 @@ class Setup:
             may_use_cpu=config.is_embedded,
         )
         self.dtype = config.compute_dtype(self.device.type)
-        new_name = time.strftime(f"{name}-%Y%m%d-%H%M%S-") + secrets.token_hex(2)
-        with lock_run_folder(config.run_name or broadcast_object(new_name)) as self.folder:
+        new_run_name = time.strftime(f"{name}-%Y%m%d-%H%M%S-") + secrets.token_hex(2)
+        with lock_run_folder(config.run_name or broadcast_object(new_run_name)) as self.folder:
             if self.folder.args:
-                was_evaluation = "eval_samples" in self.folder.args
+                has_evaluation = "eval_samples" in self.folder.args
                 refuse(
-                    was_evaluation == config.trains,
-                    f"{self.folder.path}: contains {'an evaluation' if was_evaluation else 'a training run'}; choose "
+                    has_evaluation == config.trains,
+                    f"{self.folder.path}: contains {'an evaluation' if has_evaluation else 'a training run'}; choose "
                     "another --run-name",
                 )
             self._user_rollout = load_rollout(config)
@@ -125,8 +125,8 @@ class Setup:
         self._budget = plan(self.config, work, recorded=self.folder.args)
         launch.this_process.memory_advice = self._budget.advice
         self.sizes = self._budget.sizes
-        num_parts = world_size() if self.sizes.shard_weights else 1
-        batch_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, num_parts)
+        num_shards = world_size() if self.sizes.shard_weights else 1
+        batch_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, num_shards)
         # All ranks must agree on whether to recompute old logprobs.
         self._logprobs_match = all(gather_objects(batch_invariant))
         self.old_logprobs = old_logprobs_source(self.config, logprobs_match=self._logprobs_match)
@@ -145,8 +145,10 @@ class Setup:
                 max_tokens=max(self.sizes.max_tokens_per_microbatch, self.prompts.max_tokens),
             )
         if config.overlong_buffer:
-            limit = self.prompts.max_new_tokens
-            rewards["overlong"] = overlong_penalty(limit=limit, buffer=config.overlong_buffer * limit)
+            max_new_tokens = self.prompts.max_new_tokens
+            rewards["overlong"] = overlong_penalty(
+                limit=max_new_tokens, buffer=config.overlong_buffer * max_new_tokens
+            )
         self.reward_functions, self.reward_weights = rewards_and_weights(
             rewards, config.reward_weights, logged=logged
         )
@@ -194,14 +196,14 @@ class Setup:
             if self.config.adapters:
                 models.append(self.frozen_model(policy, without_adapters(score_batch), ["ref_logprobs"]))
             else:
-                source = self._initial_model_folder()
-                self._reference_weights = weights_fingerprint(source)
+                reference_folder = self._initial_model_folder()
+                self._reference_weights = weights_fingerprint(reference_folder)
                 refuse(
                     self.folder.args.get("reference_weights") not in (None, self._reference_weights),
-                    f"--model {source}: is not the run's initial model, which is the reference of its KL terms; give "
-                    "the initial model, or another --run-name",
+                    f"--model {reference_folder}: is not the run's initial model, which is the reference of its "
+                    "KL terms; give the initial model, or another --run-name",
                 )
-                models.append(self.frozen_model(source, score_batch, ["ref_logprobs"]))
+                models.append(self.frozen_model(reference_folder, score_batch, ["ref_logprobs"]))
         if teacher := model_folder_of_field(self.config, "teacher"):
             models.append(self.frozen_model(teacher, score_teacher, ["teacher_logprobs"]))
         return models
@@ -289,9 +291,9 @@ class Setup:
             temperature=self.config.temperature,
             truncation=truncation,
         )
-        rewarded = evaluator.run(requests, weight_version=weight_version)
+        rewarded_rollouts = evaluator.run(requests, weight_version=weight_version)
         return rollout_records(
-            rewarded, self.reward_functions, self.tokenizer, weights=self.eval_reward_weights
+            rewarded_rollouts, self.reward_functions, self.tokenizer, weights=self.eval_reward_weights
         )
 
     def args(self) -> dict[str, Any]:
@@ -338,15 +340,17 @@ class Setup:
 
     def _changed_flags(self) -> list[str]:
         """Return a note (as a list) about flags changed since the run's last launch, or [] if no flag has changed."""
-        old = self.folder.args.get("flags", {})
+        old_flags = self.folder.args.get("flags", {})
         # A JSON round trip makes new and old values comparable: tuples become lists.
-        new = json.loads(json_text(vars(self.config)))
-        changed = [
-            f"{flag_name(name)} {new[name]} (was {old[name]})"
-            for name in new
-            if name in old and old[name] != new[name]
+        new_flags = json.loads(json_text(vars(self.config)))
+        changed_flags = [
+            f"{flag_name(name)} {new_flags[name]} (was {old_flags[name]})"
+            for name in new_flags
+            if name in old_flags and old_flags[name] != new_flags[name]
         ]
-        return [f"this run last started with other flags: {', '.join(changed)}"] if changed else []
+        return (
+            [f"this run last started with other flags: {', '.join(changed_flags)}"] if changed_flags else []
+        )
 
     def _initial_model_folder(self) -> Path:
         """Return the folder of the model given by --model, or of the bundled model (collective)."""
