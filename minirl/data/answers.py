@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minirl.data.chat_tokenizer import ChatTokenizer
-from minirl.data.messages import check_text
+from minirl.data.messages import check_encodable
 from minirl.errors import refuse
 
 # How many tokens before a turn are searched for an unclosed <think>. Tokens up to and including the last special token
@@ -77,7 +77,7 @@ def _parse_with_template(tokenizer: ChatTokenizer, text: str, prefix: str) -> di
     )
     try:
         message: dict[str, Any] = backend.parse_response(text, prefix=prefix, tools=tokenizer.tools or None)
-        check_text(message)
+        check_encodable(message)
     except Exception as error:
         # The template comes from the model folder and the text from the model, so parsing may raise anything.
         return {"role": "assistant", "content": text, "parse_error": str(error)[:300]}
@@ -113,5 +113,5 @@ def _hermes_call(match: re.Match[str]) -> dict[str, Any]:
     call = json.loads(content.strip())
     if not isinstance(call, dict) or [type(call.get(key)) for key in ("name", "arguments")] != [str, dict]:
         raise ValueError('expected {"name": text, "arguments": {...}}')
-    check_text(call)
+    check_encodable(call)
     return call

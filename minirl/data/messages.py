@@ -88,7 +88,7 @@ def is_token_ids(prompt: Any) -> TypeGuard[list[int]]:
     return is_list and all(type(i) is int and i >= 0 for i in prompt)
 
 
-def check_text(value: Any) -> None:
+def check_encodable(value: Any) -> None:
     r"""Raise ValueError for a lone surrogate ("\ud800") in a JSON value. Tokenizers cannot encode lone surrogates."""
     json.dumps(value, ensure_ascii=False).encode()
 

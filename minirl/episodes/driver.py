@@ -110,7 +110,7 @@ class Driver:
         self.task = event_loop().create_task(self._run())
 
     @property
-    def origin(self) -> str:
+    def description(self) -> str:
         """The names of the rollout function and the row, for error messages."""
         return f"rollout {function_name(self._function)} for the row at {self.episode.row.origin}"
 
@@ -126,7 +126,7 @@ class Driver:
         branch = episode.branches[turn_request.branch]
         if not branch.request.prompt_ids:
             branch.request = self._prompts.branch_request(
-                branch.request, branch.number, branch.prompt, self.origin, tools=branch.tools
+                branch.request, branch.number, branch.prompt, self.description, tools=branch.tools
             )
         appended_ids = self._appended_ids(branch, turn_request) if turn_request.after else []
         self.branch = branch
@@ -135,7 +135,7 @@ class Driver:
         if remaining_tokens < 1:
             refuse(
                 not episode.num_turns,
-                f"{self.origin}: the first turn's prompt and `after` leave no room for sampled tokens",
+                f"{self.description}: the first turn's prompt and `after` leave no room for sampled tokens",
             )
             return False
         self.has_begun = True
@@ -275,7 +275,7 @@ class Driver:
 
     def _appended_ids(self, branch: Branch, turn_request: TurnRequest) -> list[int]:
         """Return the token ids that a turn request appends. Raises InputError, naming the function and row."""
-        end_id, origin = None, self.origin
+        end_id, origin = None, self.description
         if is_messages(turn_request.after):
             refuse(
                 not branch.turns,

@@ -188,7 +188,7 @@ class EpisodeRunner:
         self.engine.submit(requests, weight_version=weight_version)
 
     def _decode_step(self) -> None:
-        """Run one engine step, and hand finished turns to their functions."""
+        """Run one engine step, and hand each finished turn to the rollout function that awaits it."""
         for sequence in self.engine.step():
             driver = self._drivers[sequence.rollout_id._replace(branch=0)]
             self.counts["sampled_tokens"] += len(sequence.tokens_after_prompt) - len(driver.tokens)
@@ -235,7 +235,7 @@ class EpisodeRunner:
         """Return the error that ends the run when a function fails."""
         num_turns = driver.episode.num_turns
         failure_point = f"after turn {num_turns}" if num_turns else "before its first turn"
-        return RolloutError(escape_control_chars(f"{driver.origin}, {failure_point}: {error}"))
+        return RolloutError(escape_control_chars(f"{driver.description}, {failure_point}: {error}"))
 
     def _begin_turn(self, driver: Driver, turn_request: TurnRequest) -> None:
         """Begin the turn that a function requests, or end the episode if there is no room or the turn limit is reached.

@@ -205,7 +205,10 @@ class Engine:
         *,
         weight_version: int = 0,
     ) -> list[SampledSequence]:
-        """Run these requests to completion; return one sequence per request, in the same order. Not collective."""
+        """Run these requests to completion; return one sequence per request, in the same order.
+
+        Not collective, so the model's layers must not be shared among ranks.
+        """
         self.submit(requests, weight_version=weight_version)
         finished: dict[RolloutId, SampledSequence] = {}
         while self.is_decoding:

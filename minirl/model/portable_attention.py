@@ -385,14 +385,14 @@ def _assign_slots(
     block_sets: list[_BlockSet] = [(live_blocks, slice(0, num_live_slots * groups))]
     max_users = int(users_per_block.max())
     if max_users > min_users:
-        shared_live_index = (users_per_block > min_users).nonzero()[0]
+        shared_block_index = (users_per_block > min_users).nonzero()[0]
         reads_shared_block = users_per_block[live_block_index] > min_users
-        shared_index = np.searchsorted(shared_live_index, live_block_index[reads_shared_block])
+        shared_index = np.searchsorted(shared_block_index, live_block_index[reads_shared_block])
         slot[reads_shared_block] = num_live_slots + (shared_index[:, None] * num_kv_heads + head) * max_users
-        end = num_live_slots + len(shared_live_index) * num_kv_heads * max_users
+        end = num_live_slots + len(shared_block_index) * num_kv_heads * max_users
         block_sets.append(
             (
-                torch.from_numpy(live_block_ids[shared_live_index]),
+                torch.from_numpy(live_block_ids[shared_block_index]),
                 slice(num_live_slots * groups, end * groups),
             )
         )

@@ -28,7 +28,7 @@ def rotate(x: Tensor, rotation: Tensor, scale: float = 1.0) -> Tensor:
     """Multiply x [T, heads, C] by `scale` and apply the rotation in fp32 (in fp64 if x is fp64), rounding once.
 
     rotation [2, T, 1, R]: `rope_table` at these tokens' positions. A channel pair (a, b), paired as in Hugging Face,
-    becomes (a cos - b sin, b cos + a sin). The table's signed sin includes the minus sign.
+    becomes (a cos - b sin, b cos + a sin). The sines in the table already include the minus sign.
     """
     upcast_x = x.to(at_least_fp32(x.dtype))
     if scale != 1:

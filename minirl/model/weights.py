@@ -106,16 +106,16 @@ def load_weights(model: Transformer, folder: Path) -> None:
         module_name = name.removesuffix(".weight")
         stored_names = list(checkpoint_tensors(config, {name: torch.empty(param.shape, device="meta")}))
         if stored_names[0] in files:
-            label = f"{files[stored_names[0]]}: {stored_names[0]}"
-            value = adapters.merge(module_name, _read_stored(config, files, stored_names), label)
+            error_prefix = f"{files[stored_names[0]]}: {stored_names[0]}"
+            value = adapters.merge(module_name, _read_stored(config, files, stored_names), error_prefix)
         elif module_name in adapters.tensors:  # a module that PEFT saved in full
-            label = f"{adapters.path}: {module_name}"
+            error_prefix = f"{adapters.path}: {module_name}"
             value = adapters.tensors.pop(module_name)
-            check_shape(value.shape, param, label)
+            check_shape(value.shape, param, error_prefix)
         else:
-            label = name
+            error_prefix = name
             value = initial_values(name, param.shape)
-        fill_parameter(param, value, label)
+        fill_parameter(param, value, error_prefix)
     refuse(
         adapters.tensors,
         f"{adapters.path}: the base model has no weights for {sorted(adapters.tensors)[:5]} (first five)",
@@ -168,11 +168,11 @@ def _is_passthrough(config: ModelConfig, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in config.passthrough_weight_patterns)
 
 
-def check_shape(shape: Sequence[int], param: Tensor, label: str) -> None:
-    """Raise InputError, prefixed with `label`, if a stored tensor's shape differs from the parameter's."""
+def check_shape(shape: Sequence[int], param: Tensor, error_prefix: str) -> None:
+    """Raise InputError, prefixed with `error_prefix`, if a stored tensor's shape differs from the parameter's."""
     refuse(
         tuple(shape) != param.shape,
-        f"{label} has shape {list(shape)}; the model expects {list(param.shape)}",
+        f"{error_prefix} has shape {list(shape)}; the model expects {list(param.shape)}",
     )
 
 
@@ -249,11 +249,11 @@ def weights_fingerprint(folder: Path) -> int:
 
 
 @torch.no_grad()
-def fill_parameter(param: Tensor, stored: Any, label: str) -> None:
+def fill_parameter(param: Tensor, stored: Any, error_prefix: str) -> None:
     """Copy a stored tensor into `param`; for a DTensor, copy this rank's rows into its shard. Not collective.
 
     stored: a full tensor of the parameter's shape, or a slice from `safetensors.safe_open`, of which only the needed
-    part is read. Raises InputError, prefixed with `label`, if a value is non-finite.
+    part is read. Raises InputError, prefixed with `error_prefix`, if a value is non-finite.
     """
     local_shard = param
     shard_rows: Any = ...
@@ -268,7 +268,7 @@ def fill_parameter(param: Tensor, stored: Any, label: str) -> None:
     local_shard.copy_(stored[shard_rows].to(local_shard.device))
     refuse(
         not is_finite(local_shard),
-        f"{label} has non-finite values; the file is corrupt, so download or save it again",
+        f"{error_prefix} has non-finite values; the file is corrupt, so download or save it again",
     )
 
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from minirl.data.messages import Messages, check_text, read_message, tool_schemas
+from minirl.data.messages import Messages, check_encodable, read_message, tool_schemas
 from minirl.episodes.episode import Branch, Episode, Turn
 from minirl.errors import InputError, refuse
 from minirl.ranks.process_group import print0
@@ -66,7 +66,7 @@ def read_request(given: Any, episode: Episode) -> ChatRequest:
     refuse(not isinstance(stop, list), "stop: expected a string or a list of strings")
     tools = tool_schemas(fields.get("tools", [])) or episode.tools or []
     try:
-        check_text([read, tools])
+        check_encodable([read, tools])
     except (ValueError, RecursionError):
         raise InputError("messages, tools: a lone surrogate is not valid text") from None
     ignored = sorted(fields.keys() - _SUPPORTED_FIELDS - _ACCEPTED_VALUES.keys())

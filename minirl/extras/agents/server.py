@@ -34,7 +34,7 @@ _handlers: dict[str, Handler] = {}
 
 
 async def open_url(handler: Handler) -> str:
-    """Return a new URL whose requests go to the handler."""
+    """Return a new URL; requests to this URL go to the handler."""
     # Cancelling an episode must not cancel server startup.
     address = await asyncio.shield(_starting())
     key = secrets.token_urlsafe(16)
