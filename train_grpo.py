@@ -204,7 +204,7 @@ def main(config: Config) -> int:
         metrics.begin("score")
         weights = rollout_weights(config, groups, run.max_new_tokens)
         # If the loss has a gradient where advantages are 0, set `is_skipped` to None to train on all rollouts.
-        is_skipped = can_skip(config, groups, weights)
+        is_skipped = skippable_rollouts(config, groups, weights)
         # This rank's sequences without the skipped rollouts, and their minibatches and microbatches.
         batch, minibatches = run.distribute(groups, metrics, is_skipped)
         # Add the logprobs that the loss needs: old policy, reference, teacher.
@@ -252,7 +252,7 @@ def main(config: Config) -> int:
     return run.close()
 
 
-def can_skip(config: Config, groups: Groups, weights: Tensor) -> Tensor:
+def skippable_rollouts(config: Config, groups: Groups, weights: Tensor) -> Tensor:
     """Return a mask [P, G] of rollouts with zero gradient, which the update can skip to save time.
 
     A rollout's gradient is zero if its weight is 0 (weights [P, G], from `rollout_weights`), or if its advantage is 0

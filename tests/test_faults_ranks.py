@@ -57,12 +57,12 @@ launch.time = SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep)
 NAN_FORK = """
 from minirl.ranks.process_group import rank
 
-step, good_loss, good_can_skip = 0, token_loss, can_skip
+step, good_loss, good_skippable = 0, token_loss, skippable_rollouts
 
-def can_skip(*args):  # called once in a step
+def skippable_rollouts(*args):  # called once in a step
     global step
     step += 1
-    return good_can_skip(*args)
+    return good_skippable(*args)
 
 def token_loss(config, micro, new, entropy):
     loss, ratio = good_loss(config, micro, new, entropy)

@@ -58,7 +58,7 @@ HINGE = {
     "    if config.entropy_coef:\n": "    loss = loss + 0.1 * (0.5 - entropy).relu()\n    if config.entropy_coef:\n",
 }
 SKIP_NONE = {
-    "        is_skipped = can_skip(config, groups, weights)": "        is_skipped = None",
+    "        is_skipped = skippable_rollouts(config, groups, weights)": "        is_skipped = None",
 }
 IMITATION_FROM_STEP_2 = {
     "                objective = (micro.loss_weights * loss).sum()\n": """\
@@ -78,7 +78,7 @@ def test_a_term_that_skipped_rollouts_would_miss_is_refused_when_it_begins(
     """Both terms have a gradient on rollouts with equal rewards too. A fork without skips trains on each term."""
     flags = f"{FLAGS} --temperature 0.5"
     fork = changed_fork(tmp_path, name, term)
-    with pytest.raises(AssertionError, match="can_skip: skips rollouts"):
+    with pytest.raises(AssertionError, match="skippable_rollouts: skips rollouts"):
         run_in_pool(one_rank, fork, f"{flags} --run-name {name}", runs=runs)
     assert len(read_metrics(runs / name)) == num_steps
     fork = changed_fork(tmp_path, f"{name}_on_all", term, SKIP_NONE)

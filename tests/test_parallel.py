@@ -49,7 +49,7 @@ def make_rollouts():
     return rollouts
 
 
-def shared_out(rank, max_tokens, config, can_skip=None):
+def shared_out(rank, max_tokens, config, skippable_rollouts=None):
     """Exchange 21 rollouts that ranks hold unevenly; return the groups, and this rank's batch and microbatches.
 
     Three groups have different rewards.
@@ -61,8 +61,10 @@ def shared_out(rank, max_tokens, config, can_skip=None):
     rewards = torch.tensor([info.rewards for info in infos], dtype=torch.float64).view(7, 3, 1)
     groups = Groups(None, infos, rewards, rewards[:, :0], torch.ones(1, dtype=torch.float64))
     is_skipped = torch.zeros(21, dtype=torch.bool)
-    if can_skip is not None:
-        is_skipped = can_skip(config, groups, train_grpo.rollout_weights(config, groups, 64)).flatten()
+    if skippable_rollouts is not None:
+        is_skipped = skippable_rollouts(
+            config, groups, train_grpo.rollout_weights(config, groups, 64)
+        ).flatten()
     trained = [sequence for sequence in groups.sequences if not is_skipped[sequence.rollout_index]]
     plan = plan_microbatches(trained, num_ranks=world_size(), max_tokens=max_tokens)
     return groups, exchange(mine, [plan]), plan[rank]
@@ -83,11 +85,11 @@ def assert_close_gradients(of_ranks, expected, tolerance):
         assert error <= tolerance, f"{name}: relative L2 error {error:.1e}"
 
 
-def gradients_of(rank, max_tokens, folder, flags, can_skip=None, dtype=torch.float64, **options):
+def gradients_of(rank, max_tokens, folder, flags, skippable_rollouts=None, dtype=torch.float64, **options):
     """Return the full gradients of one minibatch, computed with the script's functions."""
     config = train_grpo.Config(num_minibatches=1, **flags)
     model = sharded(folder, dtype, **options)
-    groups, batch, microbatches = shared_out(rank, max_tokens, config, can_skip)
+    groups, batch, microbatches = shared_out(rank, max_tokens, config, skippable_rollouts)
     weights = train_grpo.rollout_weights(config, groups, 64)
     batch = batch.replace(ref_logprobs=0.9 * batch.sample_logprobs)
     batch = batch.replace(
@@ -117,7 +119,7 @@ def test_a_gradient_depends_neither_on_the_split_nor_on_what_is_skipped(one_rank
     where = folders["tied"], flags
     (expected,) = one_rank.run(gradients_of, 10_000, *where)
     for pool, max_tokens in ((one_rank, 200), (two_ranks, 10_000), (two_ranks, 300)):
-        gradients = pool.run(gradients_of, max_tokens, *where, train_grpo.can_skip)
+        gradients = pool.run(gradients_of, max_tokens, *where, train_grpo.skippable_rollouts)
         assert_close_gradients(gradients, expected, 1e-12)
 
 

@@ -127,9 +127,9 @@ class Collector:
         self._rewarded = [
             one
             for one in self._rewarded
-            if one.rollout.rollout_id.prompt_ordinal not in selection.ended_prompts
+            if one.rollout.rollout_id.prompt_ordinal not in selection.finished_prompts
         ]
-        self.in_flight.end_step(selection.ended_prompts)
+        self.in_flight.end_step(selection.finished_prompts)
         return selection.groups
 
     def close(self) -> None:

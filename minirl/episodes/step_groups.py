@@ -74,13 +74,13 @@ class Selection:
 
     num_missing: number of groups still to collect (zero-variance groups do not count); negative if there is a surplus.
     num_zero_variance_groups: number of groups whose first reward has zero variance; 0 if such groups are not replaced.
-    ended_prompts: ordinals of the prompts whose groups were selected or dropped.
+    finished_prompts: ordinals of the prompts whose groups were selected or dropped.
     """
 
     groups: Groups
     num_missing: int
     num_zero_variance_groups: int
-    ended_prompts: frozenset[int]
+    finished_prompts: frozenset[int]
 
 
 def select_step(
@@ -111,7 +111,7 @@ def select_step(
         is_zero_variance = have_zero_variance(rewards[:, :group_size, 0])
     selected = select_groups(is_zero_variance, num_groups)
     selected_ordinals = frozenset(ordinals[selected].tolist())
-    ended_prompts = selected_ordinals.union(ordinals[is_zero_variance].tolist())
+    finished_prompts = selected_ordinals.union(ordinals[is_zero_variance].tolist())
 
     def is_selected(rollout_id: RolloutId) -> bool:
         return rollout_id.prompt_ordinal in selected_ordinals and rollout_id.sample < group_size
@@ -128,5 +128,5 @@ def select_step(
         groups=groups,
         num_missing=num_groups - int((~is_zero_variance).sum()),
         num_zero_variance_groups=int(is_zero_variance.sum()),
-        ended_prompts=ended_prompts,
+        finished_prompts=finished_prompts,
     )

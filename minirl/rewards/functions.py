@@ -256,10 +256,10 @@ def overlong_penalty(*, limit: int, buffer: float) -> RewardFunction:
     def penalty(branch: SampledSequence) -> float:
         return min(0.0, max(-1.0, (limit - buffer - len(branch.tokens_after_prompt)) / buffer))
 
-    def overlong(rollouts: Sequence[Rollout]) -> list[float]:
+    def score_overlong(rollouts: Sequence[Rollout]) -> list[float]:
         return [sum(map(penalty, rollout.branches)) for rollout in rollouts]
 
-    return overlong
+    return score_overlong
 
 
 def rewards_and_weights(

@@ -141,8 +141,8 @@ def refuse_skipped_gradient(
             (micro.sequences_to_tokens(is_skipped_sequence) & (gradient.abs() > 0)).any()
             for gradient in gradients
         ),
-        "can_skip: skips rollouts that get a gradient from this script's token_loss or token_advantages; compute "
-        "their advantages in `advantages`, or train on all rollouts with is_skipped = None in main",
+        "skippable_rollouts: skips rollouts that get a gradient from this script's token_loss or token_advantages; "
+        "compute their advantages in `advantages`, or train on all rollouts with is_skipped = None in main",
     )
 
 
