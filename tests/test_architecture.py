@@ -20,7 +20,7 @@ from support.jobs import ROOT
 ORDER = (
     "errors rollouts files ranks model generation training data rewards report episodes run extras"
 ).split()
-# Parts that can be deleted: other code imports extras only inside functions.
+# Optional parts: other code imports extras only inside functions.
 EXTRAS = sorted(
     path.stem
     for path in (ROOT / "minirl" / "extras").iterdir()

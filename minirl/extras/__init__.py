@@ -1,1 +1,4 @@
-"""Optional parts: each file or folder can be deleted, because other code imports extras only inside functions."""
+"""Optional parts. Deleting a part affects only runs that use it, because other code imports extras inside functions.
+
+Decoding on a GPU uses `kernels`.
+"""
