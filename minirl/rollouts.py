@@ -52,8 +52,8 @@ def join_streams(*streams: Stream) -> Stream:
 
 
 class Truncation(NamedTuple):
-    """Top-k and top-p sampling: keep the `top_k` most likely tokens, then the smallest subset of these tokens whose
-    share of their total probability is at least `top_p`.
+    """Top-k and top-p sampling: keep the `top_k` most likely tokens, then the smallest subset of them that holds at
+    least a fraction `top_p` of their total probability.
 
     The kept probabilities are renormalized. top_k 0 keeps all tokens. Training never uses samples drawn with top-k or
     top-p truncation, because training computes logprobs under the full distribution.
@@ -96,7 +96,7 @@ class Request:
 
     prompt_ids: tuple[int, ...]
     rollout_id: RolloutId
-    rng_key: int  # key of the sampling noise; see `sampling.request_key`
+    rng_key: int  # RNG key for sampling; see `sampling.request_key`
     max_new_tokens: int
     temperature: float  # 0: greedy
     stop_ids: frozenset[int]
@@ -140,7 +140,7 @@ class EpisodeRecord:
     """The record of a finished episode, without the tokens. A rollout without an episode has an empty record.
 
     turns: the turns, branch by branch. rewards: the rewards, keyed by name. A reward is the sum of the values that the
-    rollout function passed to `Episode.reward` and returned; None if the reward does not apply.
+    rollout function passed to `Episode.reward` and the value that it returned; None if the reward does not apply.
     environment: `Episode.environment`, for reward functions that take `environments`.
     prompt: the last branch's prompt as text, messages or token ids. tools: JSON schemas of the tools in the prompt;
     None if the prompt has the run's tools. row: the episode's `data.task.Row`.

@@ -119,7 +119,7 @@ def test_a_layer_of_each_family_saves_what_the_budget_says(monkeypatch):
 
 
 def test_the_cache_takes_what_the_budget_says():
-    """With gated delta nets, requests include states. The pool of CUDA graphs holds logits a second time."""
+    """With Gated DeltaNet layers, requests include states. The pool of CUDA graphs holds logits a second time."""
     config = cached_model("states", torch.float32).config
     options = {"num_tokens": 4096, "max_sequences": 3, "dtype": torch.bfloat16, "device": CPU}
     cache = KVCache(config, **options)

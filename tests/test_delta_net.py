@@ -1,4 +1,4 @@
-"""Gated delta nets: states of packed, shared and cached sequences."""
+"""Gated DeltaNet: states of packed, shared and cached sequences."""
 
 from dataclasses import replace
 

@@ -375,7 +375,7 @@ for differing in (*names, "restarts", "devices"):
         f"the prompts{different}",
         f"the command line and the device type{different}",
         "--max-restarts: works only on one node",
-        "use --nproc-per-node 1, or CUDA_VISIBLE_DEVICES= for the CPU\n",
+        "use --nproc-per-node 1, or set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU\n",
     ):
         assert said.count(message) == 2, said
 

@@ -89,7 +89,7 @@ LOST = {
     "dies": "ended its process, exit code 3",
     "closes_everything": r"ended its process, signal 9 \(Killed\)",
     "starts_and_hangs": "took more than 1 s and was killed",
-    "floods": "its worker process sent an invalid answer",
+    "floods": "its worker process sent an invalid response",
 }
 
 

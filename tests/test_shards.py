@@ -80,7 +80,7 @@ PADDED = {"async_decoding": True, "cuda_graphs": True}
         slow("llama_head_dim", torch.float32, 2, {}),  # 8 key columns on each rank
         slow("olmo2", torch.bfloat16, 4, {}),  # norms over all heads
         slow("gemma3_text", torch.float32, 2, {}),
-        slow("qwen3_5_text", torch.bfloat16, 2, {}),  # gated delta nets, gates of heads
+        slow("qwen3_5_text", torch.bfloat16, 2, {}),  # Gated DeltaNet, gates of heads
     ],
 )
 def test_ranks_that_share_layers_decode_the_bits_of_whole_weights(

@@ -66,9 +66,9 @@ class Collector:
         max_turns: maximum number of turns per episode (0 means MAX_TURNS).
         group_size: sampled rollouts per prompt, in addition to `num_greedy` greedy rollouts.
         reward_weights: fp64 [K]; if None, each reward has weight 1.
-        max_refills: maximum number of refills per step. A refill replaces the groups whose first reward has zero
-        variance with groups for new prompts. After the last refill, zero-variance groups fill the rest of the step. If
-        None, no group is replaced.
+        max_refills: maximum number of refills per step. A refill drops the groups whose first reward has zero variance,
+        and generates groups for new prompts in their place. After the last refill, zero-variance groups fill the rest
+        of the step. If None, no group is replaced.
         max_staleness: maximum number of steps between a rollout's first token and the step that trains on the rollout.
         With 0, each step trains only on rollouts that began in the same step.
         """

@@ -69,7 +69,7 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 class Driver:
-    """Runs the rollout function of one episode, including the function's cleanup, as a task on the event loop.
+    """Runs one episode's rollout function, including its cleanup, as a task on the event loop.
 
     The function replies each time it requests a turn, and once more when it ends. `begin_turn` creates the turn,
     `next_engine_request` creates the turn's engine request, and `receive_tokens` hands the finished turn to the

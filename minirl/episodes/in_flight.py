@@ -78,7 +78,8 @@ class PromptsInFlight:
         return set(ordinals[:num_expiring])
 
     def num_prompts_to_begin(self, num_groups: int, *, num_wanted: int, num_ready: int) -> int:
-        """Return the number of prompts to start now, for a step of `num_groups` that needs `num_wanted` ready prompts.
+        """Return the number of prompts to start now, for a step that has `num_groups` groups and needs `num_wanted`
+        ready prompts.
 
         To keep the decoding batch large even if rollouts are long, two steps' worth of unfinished prompts are kept in
         flight. However, the number of prompts in flight never exceeds what this step and the next `max_staleness` steps

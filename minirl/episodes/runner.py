@@ -95,10 +95,10 @@ class EpisodeRunner:
         """Reset the runner, discarding all episodes."""
         # All open episodes, keyed by the id of their first branch, in the order in which they began.
         self._drivers: dict[RolloutId, Driver] = {}
-        # Episodes with a requested turn that is waiting until all episodes of the group have requested their first
-        # turn, or for the next round's budget.
+        # Episodes whose requested turn is waiting, either for all episodes of the group to request their first turn or
+        # for the next round's budget.
         self._waiting: list[Driver] = []
-        # The time at which each function began to work on its next reply, oldest first.
+        # The times at which the functions began to work on their next replies, oldest first.
         self._working_since: dict[Driver, float] = {}
         self._replies: list[tuple[Driver, Reply]] = []
         # Each prompt's open episodes, and the rollouts of its finished episodes until the group is complete.
@@ -106,7 +106,7 @@ class EpisodeRunner:
         self._rollouts: defaultdict[int, list[Rollout]] = defaultdict(list)
 
     def run(self, requests: Sequence[Request], *, weight_version: int = 0) -> list[RewardedRollout]:
-        """Run the requests of complete groups to completion; return the rewarded rollouts."""
+        """Finish the requests of complete groups; return the rewarded rollouts."""
         with self.step_scope():
             self.begin_episodes(requests)
             self.run_round(weight_version=weight_version)
@@ -300,11 +300,12 @@ def check_rewards(given_rewards: Collection[str], required_rewards: Collection[s
     )
     refuse(
         given_rewards and not required_rewards,
-        f"recorded rewards ({given_names}) that this run does not use; add --reward {flag_values}",
+        f"the episode recorded rewards ({given_names}) that this run does not use; add --reward {flag_values}",
     )
     for name in required_rewards:
         refuse(
             name not in given_rewards,
-            f"ended without recording the reward {name!r} (recorded: {given_names}); record it in every episode, if "
-            f"only with `episode.reward(0.0, {name!r})`, or return {{{name!r}: None}} where it does not apply",
+            f"the episode ended without recording the reward {name!r} (recorded: {given_names}); record it in every "
+            f"episode, if only with `episode.reward(0.0, {name!r})`, or return {{{name!r}: None}} where it does not "
+            "apply",
         )

@@ -44,7 +44,7 @@ def append_all_or_nothing(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def add_path_to_oserror(path: Path) -> Iterator[None]:
-    """Add this path to any OSError from the block that names no file (for example after a write to a full disk)."""
+    """If the block raises an OSError without a file name (for example on a full disk), add this path to the error."""
     try:
         yield
     except OSError as error:

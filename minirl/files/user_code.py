@@ -39,7 +39,7 @@ def source_and_name(flag: str, spec: str, expected: str = "function") -> tuple[s
 
 @contextlib.contextmanager
 def loading_user_code(what: str) -> Iterator[None]:
-    """Re-raise errors from user code loaded in the block as an InputError whose message begins with `what`."""
+    """If loading user code in the block fails, re-raise the error as an InputError whose message begins with `what`."""
     try:
         yield
     except InputError as reason:

@@ -24,7 +24,7 @@ def ceil_div(a: Number, b: int) -> Number:
 def grow_array(array: NDArray[Any], *sizes: int) -> NDArray[Any]:
     """Return the array if it has at least these sizes, else a larger copy padded with zeros.
 
-    A dimension that grows at least doubles, so repeated growth rarely copies the array.
+    When a dimension grows, it at least doubles, so repeated growth rarely copies the array.
     """
     shape = tuple(
         old_size if old_size >= new_size else max(new_size, 2 * old_size)

@@ -47,7 +47,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        """max_sequences: maximum number of sequences with cached non-attention states, not counting a prefix."""
+        """max_sequences: maximum number of sequences with cached non-attention states, excluding a prefix's row."""
         self.config = config
         self.max_sequences = max_sequences
         self.dtype = dtype

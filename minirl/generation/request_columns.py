@@ -26,7 +26,8 @@ COLUMNS = np.dtype(
 
 
 class RequestColumns:
-    """The requests in the cache, keyed by row: `requests`, `COLUMNS` [rows], and tokens, TOKEN [rows, n].
+    """The requests in the cache, keyed by row: the requests themselves, their `COLUMNS` [rows], and their tokens, TOKEN
+    [rows, n].
 
     Only tokens after the prompt are stored. The arrays grow as requests need more rows or tokens.
     """
@@ -72,7 +73,10 @@ class RequestColumns:
         self._has_stop_tests |= request.stop_test is not None
 
     def append_tokens(self, rows: IntArray, tokens: Stream) -> dict[int, str]:
-        """Append one token, TOKEN [n], to each of n requests; return finish reasons of ended requests, keyed by row."""
+        """Append one token, TOKEN [n], to each of n requests.
+
+        Return the finish reasons of the requests that ended, keyed by row.
+        """
         lengths = self["length"][rows]
         self._tokens[rows, lengths] = tokens
         self["length"][rows] = lengths + 1

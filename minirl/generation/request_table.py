@@ -192,8 +192,8 @@ class RequestTable:
                 self.lacks_blocks = True
                 break
             while len(self._blocks.free) < num_prefix_blocks:
-                # Nothing is running, so evict prefixes of later groups and parked requests to make room for the first
-                # group.
+                # Nothing is running, so make room for the first group: evict the prefixes of later groups, and then
+                # parked requests.
                 has_evicted = self._evict()
                 assert has_evicted, "a request was submitted that exceeds the cache"
             if group.row is None:
@@ -248,10 +248,10 @@ class RequestTable:
     def extend(self, rows: IntArray) -> IntArray:
         """Reserve cache space for one more token per request; return the rows of the requests that are still running.
 
-        If blocks run out and nothing can be evicted, the youngest request is preempted, because the youngest request
-        usually has the fewest tokens to recompute. The oldest request is preempted last. `Engine.submit` rejects
-        requests that exceed the whole cache, so the oldest request always fits, and the engine always makes progress.
-        All of a request's tokens must have been read before the request is preempted.
+        If blocks run out and nothing can be evicted, the youngest request is preempted, because it usually has the
+        fewest tokens to recompute. The oldest request is preempted last. `Engine.submit` rejects requests that exceed
+        the whole cache, so the oldest request always fits, and the engine always makes progress. All of a request's
+        tokens must have been read before the request is preempted.
         """
         while not self._blocks.can_extend(rows):
             if not self._evict():
@@ -321,7 +321,7 @@ class RequestTable:
             request = self.columns.requests[row]
             if request.parks_after_turn:
                 self.parked[request.rollout_id] = row
-                # The length of the next turn is unknown, so the whole headroom is reserved for the request.
+                # The length of the next turn is unknown, so the full headroom is reserved for the request.
                 self.columns["max_length"][row] = NO_LIMIT
             else:
                 self._free_request(row)

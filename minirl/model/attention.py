@@ -9,9 +9,9 @@ head dimension up to 256 and a multiple of 8); all other cases use `portable_att
 on CUDA and `portable_attention` on the CPU.
 
 Positions start at 0 in each sequence. Attention is always causal; with window w, a token attends to itself and the
-w - 1 tokens before it. Only the portable kernel takes a mask: `portable_attention.index_packed` builds the mask for
-packed sequences, and `generation.kv_cache` builds the mask for decoding. The other kernels take lengths and a window.
-`padding` handles padding.
+w - 1 tokens before it. Only the portable kernel takes a mask, built by `portable_attention.index_packed` for packed
+sequences and by `generation.kv_cache` for decoding. The other kernels take lengths and a window. `padding` handles
+padding.
 
 Shapes: H query heads, K key/value (KV) heads, C channels per head; T' computed tokens; S cache blocks.
 """

@@ -37,8 +37,8 @@ class MatmulForm(NamedTuple):
     is_tiled: bool = False
 
 
-# The forms that `matmul_form` tries, fastest first. MKL and oneDNN use different kernels for few rows: 1 to 15 rows on
-# Intel CPUs; 1 to 3 rows on AMD CPUs, or up to 15 rows in small bf16 matmuls.
+# The forms that `matmul_form` tries, fastest first. MKL and oneDNN switch to different kernels when there are only a
+# few rows: 1 to 15 rows on Intel CPUs; 1 to 3 rows on AMD CPUs, or up to 15 rows in small bf16 matmuls.
 FORMS = (MatmulForm(4), MatmulForm(8), MatmulForm(16), MatmulForm(64, is_tiled=True))
 # Fallback form for matmuls that no form in FORMS makes batch-invariant.
 INEXACT = MatmulForm(1)
@@ -49,7 +49,7 @@ MIN_COLUMNS = 64
 MAX_UPCAST_OPERAND = 1 << 15
 # Row counts that `matmul_form` tries: all small counts, counts around kernel block sizes, and larger counts for small
 # shapes, for which libraries choose kernels by the number of multiplications. Every form pads to at least the smallest
-# probed count.
+# probed row count.
 PROBED_ROWS = (
     *range(FORMS[0].num_rows, 66),
     80,
@@ -103,7 +103,7 @@ def measured(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
 
 @functools.cache
 def has_bf16_instructions() -> bool:
-    """Return whether torch's matrix library uses native bf16 instructions on this CPU."""
+    """Return whether torch's matmul backend (oneDNN) uses native bf16 instructions on this CPU."""
     has_mkldnn = torch.backends.mkldnn.is_available()
     if not has_mkldnn or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
@@ -112,8 +112,9 @@ def has_bf16_instructions() -> bool:
 
 
 def matmul_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the CPU's matmul dtype for `dtype` operands: fp32 for bf16 without bf16 instructions, else `dtype`.
+    """Return the dtype in which the CPU multiplies `dtype` operands.
 
+    This is fp32 if `dtype` is bf16 and the CPU has no bf16 instructions, else `dtype`.
     Without bf16 instructions, a bf16 matmul takes 2 to 12 times as long as an fp32 matmul of the same operands, and the
     result for a row depends on the number of rows. The result of the fp32 matmul is rounded to bf16.
     """
@@ -157,7 +158,7 @@ class _Matmul(torch.autograd.Function):
         """Return the product [T, out]."""
         ctx.save_for_backward(x, weight)
         upcast_dtype = matmul_dtype(x.dtype)
-        # The matmul itself adds the bias, as without padding. A separate addition would round twice.
+        # The matmul itself adds the bias, just as it does without padding. A separate addition would round twice.
         upcast_bias = None if bias is None else pad_rows(bias.to(upcast_dtype), MIN_COLUMNS)
         product = functools.partial(F.linear, bias=upcast_bias)
         return _matmul_in_form(product, x.to(upcast_dtype), weight.to(upcast_dtype), form).to(x.dtype)
@@ -294,9 +295,9 @@ def is_batch_invariant(
 ) -> bool:
     """Return whether each row of x [T, in] @ W [in, out] is bitwise identical for every T, for all `shapes` (in, out).
 
-    Measures `linear`, or `head_logits` if `is_head`. With several shards, also measures whether computing the columns
-    in `num_shards` parts, as `shards` does, gives columns bitwise identical to the full matmul's columns. Returns False
-    on CUDA, without measuring.
+    Tests `linear`, or `head_logits` if `is_head`. With several shards, also tests whether computing the columns in
+    `num_shards` parts, as `shards` does, gives results bitwise identical to the full matmul. Returns False on CUDA,
+    without testing.
     """
     if device.type != "cpu":
         return False
@@ -315,8 +316,8 @@ def cancelling_operands(
     """Return random x [n, num_rows, num_in] and y [n, num_out, num_in] for which x @ y.T is 0 up to rounding.
 
     With these operands, reordering the sum changes most elements. With arbitrary operands, only one element in 30,000
-    would change after rounding to bf16. The terms differ in magnitude, because a few terms of equal magnitude have an
-    exact sum in any order. The operands are in `matmul_dtype(dtype)`.
+    would change after rounding to bf16. The terms deliberately differ in magnitude: a few terms of equal magnitude
+    would sum exactly in any order. The operands are in `matmul_dtype(dtype)`.
     """
     generator = torch.Generator().manual_seed(0)
     num_pairs = num_in // 2

@@ -30,7 +30,7 @@ PRE_NORMS = LayerNorms()
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """The shape of a model's gated delta nets, and the indices of the layers that have one instead of attention."""
+    """The shape of a model's Gated DeltaNet layers, and the indices of the layers that use one instead of attention."""
 
     layers: tuple[int, ...]
     num_key_heads: int
@@ -98,7 +98,7 @@ class ModelConfig:
     norm_adds_one: bool = False
     # Whether q_proj also outputs a gate, whose sigmoid multiplies the attention output (Qwen3.5).
     attention_gate: bool = False
-    # Set if some layers have a gated delta net instead of attention (Qwen3.5).
+    # Set if some layers use a Gated DeltaNet instead of attention (Qwen3.5).
     delta_net: DeltaNet | None = None
     activation: str = "silu"
     # Whether embeddings are multiplied by the square root of the hidden size (Gemma 3).

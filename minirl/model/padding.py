@@ -1,7 +1,7 @@
 """Padding, for the few cases that need it.
 
-CPU matmuls with few rows, forward passes on a rank without tokens, and the engine's newest tokens use `pad_rows`.
-Decode steps replayed as CUDA graphs use `graph_batch_size`.
+`pad_rows` is used for CPU matmuls with few rows, for forward passes on a rank without tokens, and for the engine's
+newest tokens. `graph_batch_size` is used for decode steps replayed as CUDA graphs.
 """
 
 import torch.nn.functional as F

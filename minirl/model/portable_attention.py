@@ -30,11 +30,12 @@ _PackedSequence = tuple[int, int | None, int]
 # Blocks of a pool, and the rows to multiply by these blocks. Every (block, KV head) pair has the same number of rows.
 _BlockSet = tuple[slice | Tensor, slice]
 # Number of tokens per key block, and per cache block on the CPU. Masked keys cost as much as visible keys, so short
-# sequences favor small blocks. Compared with blocks of 128 tokens, an update in bf16 takes 0.8x the time for sequences
-# of 15 tokens, 1x for 1,000 tokens, and 1.1x for 4,000 tokens.
+# sequences favor small blocks. For sequences of 15 tokens, an update in bf16 takes 0.8x as long as with blocks of 128
+# tokens; for 1,000 tokens, it takes equally long; for 4,000 tokens, 1.1x as long.
 BLOCK = 32
 # Decoding runs its matmuls directly on the pool, without copying, over all blocks up to the highest block that is read.
-# If at most 1 / COPY_FACTOR of these blocks are read, decoding instead multiplies copies of the blocks that are read.
+# If at most 1 / COPY_FACTOR of these blocks are read, decoding instead copies the blocks that are read and runs the
+# matmuls on the copies.
 COPY_FACTOR = 1.5
 # Query block sizes, in tokens, for packed sequences. Each block has the smallest size that fits its queries.
 QUERY_BLOCK_SIZES = (16, 32, 64)
@@ -81,7 +82,7 @@ def _rows_match_bitwise(
         for start in range(0, q.shape[1] - num_rows + 1, num_rows):
             rows = slice(start, start + num_rows)
             row_q, row_probs = q[:n, rows].contiguous(), probs[:n, rows].contiguous()
-            # The operands of each matmul, and the full product with the rows that the result should match.
+            # The operands of each matmul, and the full product whose rows the result should match.
             product_cases = [
                 (row_q, cached_k[:n], scores[..., BLOCK:]),
                 (row_probs[..., BLOCK:].contiguous(), cached_v[:n], out),
@@ -429,7 +430,7 @@ def decode(
     slot_out = _multiply_blocks(slot_probs, values, index.block_sets)
     out = slot_out.index_select(0, index.score).view(num_requests, num_heads, -1, dim)
     if out.shape[2] > 1:
-        # Unused entries repeat the result of the last block, which must not be counted twice.
+        # Unused entries repeat the last block's result; it must not be counted twice.
         out = out.masked_fill_(index.is_unused_entry, 0)
     return _sum_in_order(out.unbind(2)).to(q.dtype)
 

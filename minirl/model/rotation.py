@@ -15,7 +15,8 @@ def rope_table(rope: Rope, num_positions: int, device: torch.device) -> Tensor:
 
     Channels beyond the first R are not rotated. Rotations are looked up in a table because the vectorized cosine and
     its scalar tail differ in the last bit. All models with this RoPE share the table. The table is not a module buffer,
-    because a buffer would have no values in a model built on the meta device, and could be cast.
+    because a buffer would have no values in a model built on the meta device, and could be cast to another dtype along
+    with the model.
     """
     position = torch.arange(num_positions, dtype=torch.float32)
     angle = position[:, None] * torch.tensor(rope.frequencies, dtype=torch.float32)

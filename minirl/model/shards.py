@@ -3,7 +3,7 @@
 Each rank decodes its own requests with its own cache, but the ranks run the layers together. Before each forward, the
 ranks begin a pass (`ShardGroup.begin_pass`). In a pass, a `SharedLinear` sends its rank's tokens to all ranks; each
 rank multiplies all ranks' tokens by its own rows of the weight, and returns the output columns to the tokens' ranks. No
-sum is split, so the outputs match the outputs of unsharded layers bitwise. This module has no backward.
+sum is split, so the outputs match those of unsharded layers bitwise. This module has no backward.
 
 Shapes: T tokens on this rank, A tokens across all ranks, R weight rows per rank.
 """

@@ -1,13 +1,13 @@
 """A single decoder for all supported families, operating on packed tokens. Parameters have Hugging Face names.
 
-`Transformer.forward(tokens, positions, layout)` is the only forward; training, scoring, prefill and decoding pass
-different layouts. The forward returns hidden states, and callers compute the logits in chunks (`training.scoring`,
+`Transformer.forward(tokens, positions, layout)` is the only forward pass; training, scoring, prefill and decoding pass
+different layouts. The forward pass returns hidden states, and callers compute the logits in chunks (`training.scoring`,
 `generation.sampling`).
 
-The base architecture is Llama: each layer adds attention over the normed residual stream, then a gated MLP. Each
-feature of other families depends on a field of `config.ModelConfig` (`qk_norm`, `attention_gate`, `norms`, `delta_net`,
-`scales_embeddings`), never on a family's name; `families` sets each family's fields. Norm statistics, RoPE tables and
-rotations are computed in fp32 (fp64 in an fp64 model).
+The base architecture is Llama: each layer adds attention over the normed residual stream, then a gated MLP. The other
+families' features are each controlled by a field of `config.ModelConfig` (`qk_norm`, `attention_gate`, `norms`,
+`delta_net`, `scales_embeddings`), never by the family's name; `families` sets the fields for each family. Norm
+statistics, RoPE tables and rotations are computed in fp32 (fp64 in an fp64 model).
 
 Shapes: T tokens, D hidden size, C channels per head.
 """
@@ -30,7 +30,7 @@ from minirl.model.shards import ShardGroup
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention with RoPE; optionally with biases, q/k norm, a window and an output gate."""
+    """Grouped-query self-attention with RoPE; optionally with biases, q/k norm, a sliding window and an output gate."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
@@ -105,7 +105,7 @@ class DecoderLayer(nn.Module):
     """A decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
     `config.norms` may instead place norms after attention and the MLP, or on both sides of attention and the MLP. Some
-    layers have a gated delta net instead of attention. is_recomputed: whether backward reruns the whole layer.
+    layers use a Gated DeltaNet instead of attention. is_recomputed: whether backward reruns the whole layer.
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, is_recomputed: bool = False):

@@ -198,7 +198,7 @@ def truncate_vocabulary(model: Transformer, vocab_size: int) -> None:
 
 
 def _is_unused(config: ModelConfig, name: str) -> bool:
-    """Return whether a folder may contain a tensor with this name that the model does not use."""
+    """Return whether a folder is allowed to contain a tensor with this name even though the model does not use it."""
     # Old checkpoints store the RoPE frequencies, which minirl computes instead.
     if name.endswith("rotary_emb.inv_freq") or _is_passthrough(config, name):
         return True
@@ -221,11 +221,12 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     index = folder / INDEX
     refuse(
         not index.is_file(),
-        f"{folder}: contains neither model.safetensors nor {INDEX}; download them, or convert other formats",
+        f"{folder}: contains neither model.safetensors nor {INDEX}; download one of them, or convert the weights from "
+        "another format",
     )
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise InputError(f"{index}: has no weight_map; download or save the file again")
+        raise InputError(f"{index}: no weight_map found; download or save the file again")
     files = {}
     for name, file_name in weight_map.items():
         files[name] = folder / str(file_name)

@@ -32,7 +32,7 @@ REPEAT_DELAY_S = 1.0  # a second signal within this delay is ignored: torchrun m
 REPORT_S = 3.0  # time that a failed rank waits for other ranks to hit the same error before it reports
 POLL_S = 0.1  # interval for polling the other ranks
 GLOO_SOURCE = re.compile(r"/gloo/\S+\.cc:\d+\]")
-# Out-of-memory errors of Python, the host, CUDA and the CUDA libraries.
+# Out-of-memory errors raised by Python, the host, CUDA and the CUDA libraries.
 OUT_OF_MEMORY = re.compile(r"MemoryError|out of memory|allocate memory|ALLOC_FAILED")
 STARTUP_PHASE = "before the first step"  # phase of a rank that has nothing to save yet
 
@@ -75,7 +75,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     # During a normal interpreter exit, gloo's threads occasionally abort a finished run ("terminate called without an
-    # active exception", torch 2.13), and torchrun would report it as failed.
+    # active exception", torch 2.13), which torchrun would then report as failed.
     os._exit(exit_code)
 
 
@@ -136,7 +136,7 @@ def _handle_stop_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _report_error(error: BaseException) -> int:
-    """Print the error of `main`, unless another rank failed first; return the exit code."""
+    """Print the error raised by `main`, unless another rank failed first; return the exit code."""
     for number in STOP_SIGNALS:  # torchrun sends these signals if another rank exits first
         signal.signal(number, signal.SIG_IGN)
     is_first, missing = True, []

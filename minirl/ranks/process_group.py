@@ -88,7 +88,8 @@ def select_device(*, may_use_cpu: bool) -> torch.device:
             )
             refuse(
                 not may_use_cpu,
-                f"{device_shortage}: use --nproc-per-node {num_devices}, or CUDA_VISIBLE_DEVICES= for the CPU",
+                f"{device_shortage}: use --nproc-per-node {num_devices}, or set CUDA_VISIBLE_DEVICES= (empty) to run "
+                "on the CPU",
             )
             print0(f"{device_shortage}: the ranks compute on the CPU")
             # If FSDP saw a device, it would create a second process group with NCCL.

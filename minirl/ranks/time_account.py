@@ -1,8 +1,8 @@
-"""Per-rank time breakdown: the main thread's time is always attributed to exactly one cause.
+"""Per-rank time breakdown: the main thread's time is always attributed to exactly one timing category (a "cause").
 
 The seconds attributed to all causes therefore add up to the wall-clock time; time without a more specific cause goes to
 "host". docs/metrics.md lists the causes. Each phase of the step sets a cause (`StepMetrics.begin`), and `spent_on` sets
-another cause for a block. The module's only state is `this_process`.
+a different cause for a block. The module's only state is `this_process`.
 """
 
 import threading
@@ -35,7 +35,7 @@ class TimeAccount:
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def switch(self, cause: str) -> None:
-        """Attribute time to another cause from now on."""
+        """Attribute time to a different timing category from now on."""
         now = time.perf_counter()
         self._seconds[self._cause] += now - self._since
         self._since = now
@@ -50,7 +50,8 @@ class TimeAccount:
 
     @contextmanager
     def spent_on(self, cause: str) -> Iterator[None]:
-        """Attribute the time spent in the block, or in each call to a decorated function, to another cause.
+        """Attribute the time spent in the block, or in each call to a decorated function, to a different timing
+        category.
 
         Costs a few microseconds and never waits for the device. The block has no effect in other threads,
         or while the cause is one of WHOLE_CAUSES.
@@ -71,6 +72,6 @@ spent_on = this_process.spent_on
 
 
 def wait_for_device() -> None:
-    """Wait for all CUDA kernels launched so far, so that their time is not attributed to the next cause."""
+    """Wait for all CUDA kernels launched so far, so that their time is not charged to the next timing category."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

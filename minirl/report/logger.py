@@ -1,9 +1,9 @@
 """Log a run to the console, metrics.jsonl, rollouts/*.jsonl and optionally wandb.
 
 Logging errors never stop a run. If metrics.jsonl cannot be written (for example on a full disk), the pending lines are
-written with a later step. A step's rollouts that cannot be written are dropped with a warning. After the first wandb
-error, wandb logging is disabled and a notice is printed to the console. A resumed run continues its files and its wandb
-run after the checkpoint's step.
+written with a later step. Rollouts that cannot be written are dropped with a warning. After the first wandb error,
+wandb logging is disabled and a notice is printed to the console. A resumed run appends to its files and its wandb run,
+starting with the first step after the checkpoint.
 """
 
 import contextlib
@@ -108,7 +108,7 @@ class Logger:
         """
         # Each rank encodes its own records, and rank 0 only sorts the lines.
         lines = [(record["id"], json_text(record) + "\n") for record in records]
-        # The lines can take megabytes, so only rank 0 gets them.
+        # The lines can add up to megabytes, so only rank 0 gets them.
         gathered: list[Any] = [None] * world_size()
         with spent_on("wait_ranks"):
             dist.gather_object(lines, gathered if rank() == 0 else None)
@@ -157,7 +157,7 @@ class Logger:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            # Training continues, whatever went wrong: wandb is not installed, the network is down, or even SystemExit.
+            # Training continues even if wandb is not installed, the network is down, or wandb raises SystemExit.
             print0(f"wandb failed; disabling it for the rest of the run: {error!r}")
             self._wandb = None
 

@@ -25,7 +25,7 @@ KINDS: dict[str, tuple[float, Callable[[float, float], float]]] = {
     "total": (0.0, operator.add),
     "maximum": (-math.inf, np.maximum),
 }
-# ((kind, name), number, weight). The weight is the number of values that the number summarizes; metrics with a total
+# ((kind, name), number, weight). The weight is the count of values that the entry summarizes; metrics with a total
 # weight of 0 are omitted.
 Entry = tuple[tuple[str, str], float | Tensor, float | Tensor]
 
@@ -44,7 +44,10 @@ class StepMetrics:
     def add(
         self, name: str, total: float | Tensor, weight: float | Tensor = 1.0, *, kind: str = "mean"
     ) -> None:
-        """Add `total`, the sum of `weight` values, to a mean or to another kind of metric in KINDS."""
+        """Add `total` to a metric: a mean by default, or another kind in KINDS.
+
+        weight: the count of values that `total` summarizes.
+        """
         detached_total = total.detach() if isinstance(total, Tensor) else total
         self._entries.append(((kind, name), detached_total, weight))
 
@@ -72,7 +75,7 @@ class StepMetrics:
         launch.announce_phase(f"step {self._step}, phase {phase}")
 
     def end(self) -> None:
-        """Add the step's seconds per cause, averaged over all ranks.
+        """Record how many seconds of the step went to each timing category, averaged over all ranks.
 
         A step lasts from the previous call of `end` to this call; later work belongs to the next step.
         """
@@ -185,7 +188,8 @@ def add_tokens(
     *,
     weight_version: int,
 ) -> None:
-    """Add the metrics of a microbatch's logprobs, importance ratios and entropies (all [T]) from the forward pass.
+    """Add metrics for a microbatch's logprobs, importance ratios and entropies (each [T]), as computed in the forward
+    pass.
 
     weight_version: version of the weights in this pass. The gap between sampled and training logprobs is measured only
     for tokens that these weights sampled, so no token is measured after the step's first update.
@@ -217,7 +221,7 @@ def add_clip(
     clip_high: float,
     is_weight: bool = False,
 ) -> None:
-    """Add the fractions of a microbatch's sampled tokens that the lower and the upper clip affect. ratio: [T].
+    """Add the fractions of a microbatch's sampled tokens affected by the lower clip and by the upper clip. ratio: [T].
 
     With advantage A, the lower clip applies where ratio < 1 - clip_low and A < 0, the upper clip where
     ratio > 1 + clip_high and A > 0.
@@ -235,7 +239,7 @@ def add_clip(
 def with_derived_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the reduced metrics together with derived metrics.
 
-    Adds the completion tokens per second of generation and per second of the update, if the phase took any time.
+    Adds completion tokens per second of generation time and of update time, each only if that phase took any time.
     Converts the counts of finish reasons to fractions.
     """
     all_metrics = dict(metrics)

@@ -97,7 +97,7 @@ def validate_rewards(values: Any, texts: Sequence[str]) -> CallResult:
 
 
 def validate_number(value: Any) -> float | str | None:
-    """Return `value` as a float, None unchanged, or an error message that begins with "returned"."""
+    """Return `value` as a float (None stays None), or an error message that begins with "returned"."""
     if value is None:
         return None
     number = nan

@@ -162,7 +162,7 @@ class Reward(ABC):
     def submit(self, name: str, group: PromptGroup) -> Future[Any]:
         """Submit the call for a group without blocking; return a future for its rewards, or for the input to `finish`.
 
-        name: the reward's name, for the RewardError if the call fails.
+        name: the reward's name, reported in the RewardError if the call fails.
         """
 
     def finish(self, results: Sequence[Any]) -> Rewards:

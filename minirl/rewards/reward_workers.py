@@ -23,7 +23,8 @@ PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from mini
 LOAD_TIMEOUT_S = 60.0  # time to import the user's file, in addition to a call's time limit
 MAX_ANSWER_BYTES = 1 << 26
 INVALID_ANSWER = (
-    "its worker process sent an invalid answer; does its code write to file descriptors that it did not open?"
+    "its worker process sent an invalid response; "
+    "does its code write to file descriptors that it did not open?"
 )
 
 
@@ -112,7 +113,7 @@ class WorkerReward(Reward):
 
 
 class _WorkerError(RuntimeError):
-    """A process could not load the function, died, was killed or sent an invalid answer."""
+    """A process could not load the function, died, was killed or sent an invalid response."""
 
 
 class _Process:
@@ -156,7 +157,7 @@ class _Process:
         await self._process.wait()
 
     async def _listen(self) -> str:
-        """Deliver answers to their calls until the process exits or sends an invalid answer; return the reason."""
+        """Deliver answers to their calls until the process exits or sends an invalid response; return the reason."""
         reason = INVALID_ANSWER
         with contextlib.suppress(ValueError, LookupError, TypeError, asyncio.InvalidStateError):
             while line := await self._answers.readline():

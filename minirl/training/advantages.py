@@ -115,8 +115,8 @@ def gae(
 
     The per-token tensors `rewards` and `values` [M] hold N sequences with `lengths` [N]; estimates never cross from one
     sequence into another. rewards[t] is token t's reward; values[t] is the value of the state before token t. bootstrap
-    [N] is the value of the state after the last token, 0 for a finished sequence. Values are regressed on the returns,
-    which are estimates + values.
+    [N] is the value of the state after the last token, 0 for a finished sequence. Values are trained by regression
+    toward the returns (advantage estimates + values).
     """
     advantages = torch.zeros_like(values)
     next_advantage = torch.zeros_like(bootstrap)  # [N]; the advantage estimate for the next token
@@ -175,7 +175,7 @@ def whiten(values: Tensor) -> Tensor:
 def explained_variance(values: Tensor, returns: Tensor) -> float:
     """Return the fraction of the returns' variance that the values [M_r] explain, across ranks (collective).
 
-    The fraction is at most 1, and is 0 if the returns vary only by rounding errors.
+    The fraction is at most 1, and is 0 if the returns differ only by rounding error.
     """
     _, unexplained = mean_and_variance(returns - values)
     mean, total = mean_and_variance(returns)

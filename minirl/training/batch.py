@@ -97,7 +97,7 @@ class Batch:
 
     Every field except `sequences` is a per-token tensor [T], or None until it is computed. A subclass may add a
     per-token field with one line: `exchange` builds the subclass, and `select`, `to` and `replace` handle all fields
-    alike. The model processes each prompt once for all rollouts of the prompt in the batch.
+    alike. The model processes each prompt once for all of its rollouts in the batch.
     """
 
     sequences: tuple[SequenceInfo, ...]

@@ -66,7 +66,7 @@ class FrozenModel:
 
     @torch.no_grad()
     def add_streams(self, batch: Batch, microbatches: Iterable[Microbatch]) -> Batch:
-        """Return the batch with this model's per-token tensors.
+        """Return the batch with this model's per-token tensors added.
 
         The tensors have values for the sequences in these microbatches, and NaN elsewhere. The batch must be on the
         model's device. Collective if the model's weights are sharded.

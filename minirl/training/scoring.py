@@ -79,7 +79,7 @@ def value_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def clamp_unknown_tokens(model: Transformer, batch: Batch) -> Batch:
-    """Replace tokens that a teacher or value model lacks with the last token of the model's vocabulary.
+    """Map tokens missing from a teacher's or value model's vocabulary to the last token of that vocabulary.
 
     The policy's vocabulary may be larger than the model's.
     """
@@ -268,7 +268,7 @@ def _logit_gradient(
     logprob_grad: Tensor,
     entropy_grad: Tensor | None,
 ) -> Tensor:
-    """Return the gradient [n, W] of the logits, written over their logprobs [n, W].
+    """Return the gradient with respect to the logits [n, W]; it overwrites their logprobs [n, W] in place.
 
     See `ChunkedLogprobs` for the formulas. targets [n, 1] count from the start of the vocabulary chunk; entropies [n,
     1] are over the whole vocabulary. logprob_grad and entropy_grad [n, 1] are the incoming gradients divided by the

@@ -40,8 +40,8 @@ class ShardedModel:
     masters: sharded fp32 (or fp64) copies of the trained parameters, which the optimizer updates, keyed by name.
     compute_weights: all parameters in full, in the compute dtype, keyed by name, for generation, scoring and training.
     With `shard_weights`, the decoder's linear layers have only this rank's rows.
-    decoder: an inference model with the same weights, without FSDP's hooks, which would slow a decode step down by 5 %.
-    With `shard_weights`, the decoder is used only for generation; a model that never generates uses the module as
+    decoder: an inference model with the same weights, without FSDP's hooks, which would slow down each decode step by
+    5%. With `shard_weights`, the decoder is used only for generation; a model that never generates uses the module as
     its decoder.
     scorer: the model that scores batches under no_grad: the decoder or, with `shard_weights`, the module. The module's
     forward is collective, so every rank must call it the same number of times.
@@ -100,7 +100,7 @@ class ShardedModel:
             frozen |= {name: base._frozen[name] for name in frozen.keys() & base._frozen.keys()}
             _assign_weights(self.module, frozen)
 
-        # 2. Shard the parameters. Frozen parameters stay full unless `shard_weights` applies.
+        # 2. Shard the parameters. Frozen parameters stay unsharded unless `shard_weights` is set.
         self._units = [*self.module.layers, self.module]
         unsharded_parameters = set() if self._shards_weights else set(frozen.values())
         self._shard_units(device, unsharded_parameters, offload_optimizer=offload_optimizer)
@@ -216,8 +216,8 @@ class ShardedModel:
     def step(self, optimizer: torch.optim.Optimizer, *, lr: float, max_grad_norm: float) -> float:
         """Clip the gradient, update the master weights, refresh the compute weights; return the gradient norm.
 
-        lr: the learning rate of this update. A parameter group whose lr differs from the optimizer's default keeps the
-        ratio of the two.
+        lr: the learning rate of this update. A parameter group whose lr differs from the optimizer's default keeps
+        its ratio to that default.
 
         The norm is taken before clipping, over the optimizer's parameters across ranks; gradients of other parameters
         are dropped. max_grad_norm 0 disables clipping. If the gradient is exactly 0 (for example because `backward` was
@@ -283,7 +283,8 @@ class ShardedModel:
         split_keys = {key: key.split(".", 1) for key in saved[0]}
         unmatched_names = {name for _, name in split_keys.values()} ^ self.masters.keys()
         refuse(
-            unmatched_names, f"{origin} belongs to another model: {sorted(unmatched_names)[:5]} (first five)"
+            unmatched_names,
+            f"{origin} belongs to another model; the first mismatched parameters: {sorted(unmatched_names)[:5]}",
         )
         for key, (state_name, name) in split_keys.items():
             master = self.masters[name]
@@ -352,7 +353,7 @@ class Storage(NamedTuple):
 
 
 def make_full_storage(module: Transformer, frozen: Mapping[str, Tensor], device: torch.device) -> Storage:
-    """Gather full weights on each rank as the module's parameters (collective)."""
+    """Gather the full weights into the module's parameters on each rank (collective)."""
     for parameter in frozen.values():
         parameter.data = parameter.data.to(device)
     # FSDP keeps the buffers of the last gather, so the root, with its large embedding, must not be gathered last.

@@ -1,1 +1,1 @@
-"""Qwen3.5's gated delta net: the recurrence and the layer."""
+"""Qwen3.5's Gated DeltaNet: the recurrence and the layer."""

@@ -1,4 +1,4 @@
-"""The gated delta net layer, which some families use instead of attention: projections, convolution and norm.
+"""The Gated DeltaNet layer, which some families use instead of attention: projections, convolution and norm.
 
 Shapes: T tokens, C channels per head.
 """

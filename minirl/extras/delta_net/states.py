@@ -1,4 +1,4 @@
-"""The states of cached sequences in gated delta net layers (see `rule`)."""
+"""The states of cached sequences in Gated DeltaNet layers (see `rule`)."""
 
 import functools
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ class DeltaStates(NamedTuple):
     state [.., H, Dk, Dv]: S at the start of the newest row's chunk. keys [.., H, Dk, C], updates [.., H, C, Dv] and
     decays [.., H, C]: K^T, U and g of the chunk's rows so far; later elements are arbitrary but finite.
 
-    A decode step may run twice, to warm up a CUDA graph. The second run overwrites the values that the first run
-    stored, and S changes only at the beginning of the next step.
+    A decode step may run twice, as a warmup before CUDA graph capture. The second run overwrites the values that the
+    first run stored, and S changes only at the beginning of the next step.
     """
 
     inputs: Tensor
