@@ -56,7 +56,7 @@ class Config(RunConfig):
 
     algorithm: str = "default"
     """[Objective] preset of several flags (see ALGORITHMS); command-line flags take precedence"""
-    dynamic_sampling: bool = False  # replace zero-variance groups (by first reward), using new prompts
+    dynamic_sampling: bool = False  # replace groups with zero variance in the first reward, using new prompts
     baseline: Literal["mean", "leave_one_out", "greedy", "none"] = "mean"
     """baseline to subtract: the mean of the group, or of its other rewards, or an extra greedy completion's reward"""
     advantage_norm: Literal["group_std", "batch_std", "whiten", "none"] = "group_std"
@@ -103,7 +103,7 @@ async def rollout(episode: Episode) -> None:
 
 
 def advantages(config: Config, groups: Groups, scores: Tensor) -> Tensor:
-    """Return the advantages fp64 [P, G] of all rollouts, the same on every rank.
+    """Return the advantages of all rollouts, fp64 [P, G], the same on every rank.
 
     scores [P, G]: weighted sums of rewards, minus any KL penalty; NaN where no reward applies. groups.rewards [P, G, K]
     has the individual rewards.

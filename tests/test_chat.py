@@ -206,7 +206,7 @@ def test_prompts_tell_of_tools_given_as_functions_or_schemas(make):
     ("tools", "error"),
     [
         ([LOOKUP, LOOKUP], "two tools are named 'end'"),
-        ([untyped], "'untyped': has no valid JSON schema"),
+        ([untyped], "'untyped': no valid JSON schema"),
         ([{"name": "lookup"}], "expected a function, or a schema"),
     ],
 )
@@ -290,7 +290,7 @@ def test_by_default_the_response_template_of_the_tokenizer_reads_answers(make):
     # A lone surrogate cannot be tokenized when it returns in a message.
     assert "surrogates" in message_of(tokenizer, '<call>"\\ud800"</call>')["parse_error"]
     tokenizer.backend.response_template = template | {"fields": {}}
-    with pytest.raises(InputError, match=r"response template cannot be used: .*fields"):
+    with pytest.raises(InputError, match=r"cannot use the tokenizer's response template: .*fields"):
         check_calls_parsable(tokenizer)
 
 

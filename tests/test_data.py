@@ -231,7 +231,7 @@ def test_a_chat_template_that_fails_or_is_missing_is_refused_with_the_row(tmp_pa
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("tokenizer", "{", "FOLDER: its tokenizer cannot be loaded: "),
+        ("tokenizer", "{", "FOLDER: cannot load the tokenizer: "),
         ("generation_config", '{"eos_token_id": [1, null, 2.0]}', "eos_token_id is .1, None, 2.0.; expected"),
     ],
 )
@@ -446,7 +446,7 @@ def test_row_35_a_tokenizer_with_code_of_its_own_is_refused_without_running_it(t
     path.write_text(json.dumps(json.loads(path.read_text()) | code))
     canary = tmp_path / "canary"
     (tmp_path / "mine.py").write_text(f"open({str(canary)!r}, 'w')\nclass Mine: pass\n")
-    with pytest.raises(InputError, match=r"its tokenizer cannot be loaded: .*custom code"):
+    with pytest.raises(InputError, match=r"cannot load the tokenizer: .*custom code"):
         ChatTokenizer(tmp_path)
     assert not canary.exists()
 

@@ -136,7 +136,7 @@ def test_peft_reads_adapters_of_a_type(tmp_path, kind):
         ("gemma2", {}, "softcap"),
         ("gemma2", {"attn_logit_softcapping": None}, "logits after the head"),
         ("gpt_oss", {}, "s_aux"),
-        ("jamba", {}, "keep a different state"),
+        ("jamba", {}, "keep a different kind of state"),
         ("falcon", {}, "AttentionInterface"),
         ("llama4_text", {"attention_chunk_size": 64}, "later positions"),
         ("bert", {"is_decoder": False}, "not causal"),

@@ -40,7 +40,7 @@ def test_the_reference_is_the_runs_initial_model(tmp_path):
     run.folder.args = {"reference_weights": 1}
     run._initial_model_folder.return_value = make_folder(tmp_path, RAW_CONFIG)
     with pytest.raises(
-        InputError, match="is not the run's initial model, which is the reference of its KL terms"
+        InputError, match="not the run's initial model, which its KL terms use as the reference"
     ):
         setup.Setup.load_frozen(run, mock.Mock())
     run.folder.args = {"reference_weights": run._reference_weights}
@@ -73,7 +73,7 @@ def test_row_51_a_finished_run_continues_with_more_steps_without_its_initial_mod
         assert Path(line.split()[1]).exists()
     assert "bitwise: False, correction: token_truncate\n" in train("grown", 2, under=with_gap)
     shutil.rmtree(model)
-    assert "already finished; a greater --num-steps continues the run" in train("grown", 2)
+    assert "already finished; raise --num-steps to continue the run" in train("grown", 2)
     copy = shutil.copy(tmp_path / "mine.py", runs / "grown")
     output = train("grown", 3, under=partial(mock.patch, "sys.argv", [copy]))
     assert "note: this run last started with other flags: --num-steps 3 (was 2)\n" in output

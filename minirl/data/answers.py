@@ -57,7 +57,7 @@ def check_calls_parsable(tokenizer: ChatTokenizer) -> None:
         reason = _parse_with_template(tokenizer, "", "").get("parse_error")
         refuse(
             reason is not None,
-            f"{tokenizer.folder}: its tokenizer's response template cannot be used: {reason}",
+            f"{tokenizer.folder}: cannot use the tokenizer's response template: {reason}",
         )
 
 

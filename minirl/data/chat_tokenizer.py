@@ -73,7 +73,7 @@ class ChatTokenizer(Tokenizer):
         return tokenizer
 
     def is_chat(self, prompt: Prompt) -> bool:
-        """Whether a prompt counts as a chat prompt: a text prompt if `chat` is set, messages, or token ids."""
+        """Whether a prompt counts as a chat prompt: messages, token ids, or, if `chat` is set, text."""
         return self.chat or not isinstance(prompt, str)
 
     def stop_ids_of(self, prompt: Prompt) -> frozenset[int]:
@@ -130,7 +130,10 @@ class ChatTokenizer(Tokenizer):
     def _prompt_text(self, row: Row) -> str:
         """Return a row's prompt as text. Raises InputError, naming the row."""
         if not self.is_chat(row.prompt):
-            refuse(row.tools or self.tools, f"{row.origin}: a text prompt cannot show tools; see --chat")
+            refuse(
+                row.tools or self.tools,
+                f"{row.origin}: a text prompt cannot describe tools to the model; see --chat",
+            )
             return cast(str, row.prompt)
         refuse(
             row.tools and self.tools and row.tools != self.tools,
@@ -238,8 +241,8 @@ class ChatTokenizer(Tokenizer):
         """Render messages with the chat template, and check that every message, tool call and tool appears.
 
         Raises InputError if a message, tool call or tool is missing, or if the template rejects the messages. Some
-        templates silently drop tools and unknown roles. To detect dropped parts, the messages are also rendered with a
-        unique mark in place of each text, and every mark must appear.
+        templates silently drop tools and unknown roles. To detect dropped parts, the messages are also rendered with
+        each text replaced by a unique placeholder, and every placeholder must appear in the output.
         """
         text = self.render(messages, origin, is_prompt=is_prompt)
         marked, tools, marks = replace_with_placeholders(messages, self.tools)
@@ -277,7 +280,7 @@ class ChatTokenizer(Tokenizer):
             ) from None
 
     def _check_placeholders_rendered(self, marks: Mapping[str, str], text: str, origin: str) -> None:
-        """Raise InputError for the first mark from `replace_with_placeholders` that is missing from a rendered text."""
+        """Raise InputError for the first placeholder from `replace_with_placeholders` that a rendered text lacks."""
         for mark, description in marks.items():
             refuse(
                 mark not in text,
@@ -310,9 +313,10 @@ class ChatTokenizer(Tokenizer):
 def replace_with_placeholders(
     messages: Messages, tools: Sequence[dict[str, Any]] = ()
 ) -> tuple[Messages, list[dict[str, Any]], dict[str, str]]:
-    """Replace texts, and the names of tools and called functions, with unique marks.
+    """Replace texts, and the names of tools and called functions, with unique placeholders.
 
-    Return copies of the messages and tool schemas, and a dict from marks to descriptions of the replaced parts.
+    Return copies of the messages and tool schemas, and a dict that maps each placeholder to a description of the part
+    it replaces.
     """
     messages, schemas = copy.deepcopy((messages, list(tools)))
     marks: dict[str, str] = {}

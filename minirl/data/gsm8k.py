@@ -21,7 +21,7 @@ from minirl.errors import refuse
 TRAIN_DATA = "openai/gsm8k:main:train"
 TEST_DATA = "openai/gsm8k:main:test"
 INSTRUCTION = '\nThink step by step, then write the final answer after "####".'
-# The characters that a number may contain from its first digit on.
+# The run of characters, from the first digit or decimal point on, that may belong to a number.
 _DIGITS = r"\.?[0-9][0-9.,/eE+\u2212-]*"
 # A number such as 1,234.50, 1.5e3 or 3/4, short enough to fit into a float.
 _NUMBER = re.compile(

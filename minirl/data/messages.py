@@ -19,7 +19,7 @@ Tool = dict[str, Any] | Callable[..., Any]
 
 
 def read_message(message: Any, origin: str) -> dict[str, Any]:
-    """Normalize a message for chat templates: text as content, and objects as tool-call arguments.
+    """Normalize a message for chat templates: content becomes text, and tool-call arguments become objects.
 
     Accepts variants that users and clients write: content that is null, missing or a list of text parts, and arguments
     as JSON text. Any other list is valid only as a tool's result, and stays a list. Raises InputError, naming `origin`,
@@ -129,7 +129,7 @@ def _function_schema(function: Callable[..., Any]) -> dict[str, Any]:
     except Exception as error:
         # transformers parses the signature and docstring, which may contain anything.
         raise InputError(
-            f"tools: {getattr(function, '__name__', function)!r}: has no valid JSON schema: {str(error)[:300]}"
+            f"tools: {getattr(function, '__name__', function)!r}: no valid JSON schema: {str(error)[:300]}"
         ) from None
 
 

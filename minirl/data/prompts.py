@@ -25,8 +25,8 @@ class PromptStream:
     prompt_ordinal). Prompts are tokenized when they are drawn.
 
     longest_prompt: length of the longest prompt in tokens. row_index: function that maps a prompt_ordinal to the index
-    of the prompt's row. A curriculum may assign another function, which must return the same index as long as a prompt
-    is in use: throughout a step, and after a resume.
+    of the prompt's row. A curriculum may assign another function, which must keep returning the same index for as
+    long as the prompt is in use: throughout a step, and after a resume.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class PromptStream:
 
         The request's `max_new_tokens` is below 1 if the prompt is too long. tools: the tools that a chat prompt
         includes; None means the tokenizer's tools. Raises InputError, naming `origin`, if the prompt is unusable, if
-        the chat template does not render the tools, or if calls of the tools cannot be parsed.
+        the chat template does not render the tools, or if calls to the tools cannot be parsed.
         """
         origin = f"{origin}: branch(...)"
         if is_token_ids(prompt):

@@ -59,5 +59,5 @@ class Task:
     # Extracts a completion's answer for majority voting; returns None if there is no answer. Equal answers get equal
     # rewards.
     extract_answer: Callable[[str], Any] | None = None
-    # Rows with a column "answer" for the bundled model's warm start (default: the training rows).
+    # Rows with an "answer" column, used for the bundled model's warm start (default: the training rows).
     warm_start_rows: Sequence[Row] = ()

@@ -19,7 +19,7 @@ from minirl.model.folders import model_file
 
 # A model folder with a tokenizer has at least one of these files.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-# Texts to prepend before tokenizing other texts. An anchor is unusable if a token spans the end of the anchor.
+# Texts to prepend to other texts before tokenizing them. An anchor is unusable if a token spans the end of the anchor.
 ANCHORS = ("\n", "a", "0", ".")
 DECODED_ANCHOR = "a"
 # Decoders write this character for invalid UTF-8, and `decode` also writes it for ids without a token.
@@ -49,7 +49,7 @@ class Tokenizer:
             self.backend: Any = AutoTokenizer.from_pretrained(tokenizer_folder, trust_remote_code=False)
         except Exception as error:
             # Custom code, a missing package or a corrupt file may raise anything.
-            raise InputError(f"{folder}: its tokenizer cannot be loaded: {str(error)[:300]}") from None
+            raise InputError(f"{folder}: cannot load the tokenizer: {str(error)[:300]}") from None
         self.folder = folder
         self.stop_ids = find_stop_ids(folder, self.backend.eos_token_id)
         self.known_ids = frozenset(self.backend.get_vocab().values())
@@ -109,7 +109,7 @@ class Tokenizer:
         return self.encode_text(text, origin)
 
     def decode(self, ids: Sequence[int] | NDArray[np.int64], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of ids (array [L] or list) that follow other ids, with or without special tokens.
+        """Decode ids (array [L] or list) as the continuation of other ids, with or without special tokens.
 
         The result is the text of the whole sequence minus the text before these ids, so a leading space is kept. An id
         without a token (a model's vocabulary may be padded) becomes U+FFFD; otherwise, a wrong completion
@@ -134,7 +134,7 @@ class Tokenizer:
 def find_stop_ids(folder: Path, eos_id: int | None) -> frozenset[int]:
     """Return the tokenizer's `eos_id` and the stop ids in config.json and generation_config.json.
 
-    Raises InputError, naming a file that cannot be read.
+    Raises InputError, naming the file, if a file cannot be read.
     """
     stop_ids: set[Any] = {eos_id}
     for name in ("config.json", "generation_config.json"):

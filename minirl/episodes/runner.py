@@ -306,6 +306,6 @@ def check_rewards(given_rewards: Collection[str], required_rewards: Collection[s
         refuse(
             name not in given_rewards,
             f"the episode ended without recording the reward {name!r} (recorded: {given_names}); record it in every "
-            f"episode, if only with `episode.reward(0.0, {name!r})`, or return {{{name!r}: None}} where it does not "
+            f"episode, even if only as `episode.reward(0.0, {name!r})`, or return {{{name!r}: None}} where it does not "
             "apply",
         )

@@ -34,7 +34,7 @@ def dataset_objects(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
             splits = {split: datasets.Dataset(ParquetFile(source).read())}
         else:
             splits = datasets.load_dataset(name, config or None)
-    except Exception as error:  # the exception's type depends on the version of datasets
+    except Exception as error:  # the exception's type depends on the installed version of `datasets`
         reason = " ".join(str(error.__cause__ or error).split())
         raise InputError(
             f"{source} cannot be loaded; expected a file or a dataset NAME[:CONFIG[:SPLIT]]: {reason}"

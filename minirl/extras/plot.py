@@ -53,7 +53,7 @@ def running_mean(values: list[float]) -> list[float]:
 
 
 def draw_lines(axes: Any, runs: Runs, metric: str) -> None:
-    """Draw a metric for all runs. On the reward panel, also draw the held-out rewards; step 0 is before training."""
+    """Plot a metric for all runs. On the reward panel, also plot the held-out rewards; step 0 is before training."""
     for i, (name, lines) in enumerate(runs):
         steps, values = series(lines, metric)
         axes.plot(steps, values, color=f"C{i}", alpha=0.25, linewidth=0.8)

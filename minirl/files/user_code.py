@@ -15,7 +15,7 @@ from minirl.errors import InputError, refuse
 
 # Folder of this package. Leading frames from this folder are stripped from tracebacks of user code.
 PACKAGE_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-# Maximum lengths (characters) of a traceback and of a value's repr in a message.
+# Maximum lengths, in characters, of a traceback and of a value's repr in a message.
 MAX_TRACEBACK = 4000
 MAX_REPR = 80
 

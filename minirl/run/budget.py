@@ -55,7 +55,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Workload(Machine):
-    """Models, lengths and hardware that determine a rank's memory use, apart from `Sizes`.
+    """Everything besides `Sizes` that determines a rank's memory use: models, lengths and hardware.
 
     trained_models: the policy, then any value models; if shares_base, value models are adapters on the policy's
     weights. frozen_models: the frozen models, keyed by name. max_sequence_tokens: length of the longest prompt plus its
@@ -77,7 +77,7 @@ class Workload(Machine):
 
 @dataclass(frozen=True)
 class Budget:
-    """A rank's sizes and its resulting memory use at all times, during scoring and training, and during decoding.
+    """A rank's sizes and the memory they take: permanently, during scoring and training, and during decoding.
 
     Each mapping gives sizes in bytes, keyed by purpose. available_bytes: memory left for training and decoding.
     Training and decoding take turns using this memory, or share it if the cache stays allocated during training.
@@ -92,7 +92,8 @@ class Budget:
     def fits(self, *, keeps_cache: bool = False) -> bool:
         """Return whether training and decoding fit into the available memory.
 
-        keeps_cache: whether training and decoding must fit at the same time; otherwise, they take turns.
+        keeps_cache: whether training and decoding must fit in memory at the same time; otherwise, only one of
+        them needs to fit at a time.
         """
         phase_bytes = sum(self.training_bytes.values()), sum(self.decoding_bytes.values())
         return (sum(phase_bytes) if keeps_cache else max(phase_bytes)) <= self.available_bytes

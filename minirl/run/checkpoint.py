@@ -206,7 +206,7 @@ def _load_file(path: Path) -> dict[str, Any]:
 
 
 def prune_checkpoints(run_folder: Path, *, keep: int) -> None:
-    """Delete all but a run's newest `keep` checkpoints (0: keep all) and the checkpoint with the best held-out score.
+    """Delete a run's checkpoints except the newest `keep` (0: keep all) and the one with the best held-out score.
 
     If several checkpoints share the best score, the newest is kept. Unreadable checkpoints are never deleted.
     """

@@ -1,6 +1,6 @@
 """Reject contradictory or meaningless flags before anything is loaded.
 
-Flags that have no effect are accepted. A fork that needs different rules changes or removes the call in its
+Flags that have no effect are accepted. If a fork needs different rules, change or remove the call in its
 `main`.
 """
 

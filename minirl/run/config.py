@@ -173,7 +173,7 @@ class RunConfig:
 
     @property
     def needs_policy_logprobs(self) -> bool:
-        """Whether advantages need the policy's logprobs before the update; scripts may override this property."""
+        """Whether advantages need the policy's pre-update logprobs; scripts may override this property."""
         return self.has_reference
 
     @property

@@ -35,7 +35,7 @@ from minirl.run.config import ROLLOUT_CODE, RunConfig, model_folder_of_field, ro
 from minirl.run.embedded_model import EMBEDDED_TASKS
 from minirl.run.planning import default_microbatch_tokens
 
-# Names that reward functions must not have, because other metrics under reward/ and eval/ have these names.
+# Names that reward functions may not use, because other metrics under reward/ and eval/ already use them.
 RESERVED = {
     "",
     *"reward reward_model overlong before mean std frac_equal_groups not_applicable"

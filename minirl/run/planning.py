@@ -25,7 +25,7 @@ AUTO_SIZES = ("cache_tokens", "max_tokens_per_microbatch", "recompute_layers")
 PINNED_SIZES = ("max_tokens_per_microbatch", "shard_gradients", "shard_weights")
 FULL_WEIGHTS = {"shard_weights": False}
 SHARDED_WEIGHTS = {"shard_weights": True, "shard_gradients": True}
-# Files of cgroup versions 1 and 2 that contain the memory limit (bytes), memory usage (bytes) and statistics.
+# cgroup v1 and v2 files that hold the memory limit (bytes), memory usage (bytes) and statistics.
 CGROUP_V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
 CGROUP_V2_FILES = ("memory.max", "memory.current", "memory.stat")
 
@@ -46,7 +46,7 @@ def free_memory(root: Path = Path("/")) -> int:
     (available_kib,) = re.findall(r"MemAvailable: +(\d+) kB", (root / "proc/meminfo").read_text())
     free_bytes = 1024 * int(available_kib)
     # Lines are "0::PATH" for version 2, "NUMBER:CONTROLLERS:PATH" for version 1. A container may see its cgroup's
-    # path on the host although the cgroup is mounted at the root, so the files in all parent folders are read too.
+    # host path even though the cgroup is mounted at the root, so the files in all parent folders are read too.
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         file_names = CGROUP_V1_FILES if controllers else CGROUP_V2_FILES
@@ -92,9 +92,9 @@ def plan(config: RunConfig, work: Workload, *, recorded: Mapping[str, Any]) -> B
         "auto" in (getattr(config, name) for name in AUTO_SIZES),
         f"the run does not fit into {work.free_bytes / 1e9:.3g} GB per rank "
         f"({'; '.join(memory_budget.format_plan())}): "
-        "use a smaller --model, or lower --max-new-tokens or --cache-tokens; for training, also more ranks "
-        "(--nproc-per-node), --offload-optimizer on GPUs, --shard-weights on or a lower --max-tokens-per-microbatch; "
-        "if all sizes are given, the run starts anyway",
+        "use a smaller --model, or lower --max-new-tokens or --cache-tokens; for training, you can also use "
+        "more ranks (--nproc-per-node), --offload-optimizer (on GPUs) or `--shard-weights on`, or lower "
+        "--max-tokens-per-microbatch; if all sizes are given, the run starts anyway",
     )
     return memory_budget
 

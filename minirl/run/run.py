@@ -89,7 +89,7 @@ class Run:
             if collector:
                 collector.in_flight.restore(self.progress.num_served, self.progress.in_flight)
             if self.progress.step >= config.num_steps:
-                print0("already finished; a greater --num-steps continues the run")
+                print0("already finished; raise --num-steps to continue the run")
         self._logger = Logger(
             self._folder,
             setup.args(),

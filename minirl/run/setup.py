@@ -200,8 +200,8 @@ class Setup:
                 self._reference_weights = weights_fingerprint(reference_folder)
                 refuse(
                     self.folder.args.get("reference_weights") not in (None, self._reference_weights),
-                    f"--model {reference_folder}: is not the run's initial model, which is the reference of its "
-                    "KL terms; give the initial model, or another --run-name",
+                    f"--model {reference_folder}: not the run's initial model, which its KL terms use as the "
+                    "reference; pass the initial model, or choose another --run-name",
                 )
                 models.append(self.frozen_model(reference_folder, score_batch, ["ref_logprobs"]))
         if teacher := model_folder_of_field(self.config, "teacher"):
@@ -367,7 +367,7 @@ def old_logprobs_source(config: RunConfig, *, logprobs_match: bool) -> str:
     logprobs_match: whether sampled logprobs are bitwise identical to training logprobs.
 
     With one update per step, the old policy is the current policy, so the ratio is 1 and no old logprobs are needed. KL
-    terms in the advantages are computed before the update and need logprobs; if there are any, "auto" therefore also
+    terms in the advantages are computed before the update and need logprobs; with such terms, "auto" therefore also
     requires that sampled logprobs match training logprobs. With --max-staleness, some of the tokens may have been
     sampled with older weights. Without importance weights (--correction none), ratios are relative to the weights that
     the tokens were sampled with; otherwise, old logprobs are recomputed or omitted.

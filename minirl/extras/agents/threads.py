@@ -7,7 +7,10 @@ from typing import Any
 
 
 async def run_in_thread(thread: ThreadPoolExecutor | None, call: Callable[[], Any]) -> Any:
-    """Run a blocking call in a thread and return its result. Propagates exceptions, some as RuntimeError."""
+    """Run a blocking call in a thread and return its result.
+
+    Propagates exceptions; some are re-raised as RuntimeError.
+    """
 
     def run() -> Any:
         try:

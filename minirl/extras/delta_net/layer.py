@@ -133,7 +133,7 @@ class GatedDeltaNet(nn.Module):
         return out
 
     def _window_index(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the index [n, kernel] of the newest convolution inputs up to these positions, oldest first."""
+        """Return the indices [n, kernel] of the newest convolution inputs up to these positions, oldest first."""
         ages = _window_ages(self.shape.kernel_size, slots.device)
         offsets = (positions[:, None] - ages) % len(ages)
         return slots[:, None], offsets

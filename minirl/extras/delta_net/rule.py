@@ -177,7 +177,7 @@ def _run_chunk(rows: DeltaRows, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def run_row(
     rows: DeltaRows, states: DeltaStates, slots: Tensor, positions: Tensor, *, num_padded: int
 ) -> Tensor:
-    """Return the outputs [n, H, Dv] for n cached sequences' next rows, at these positions and slots int64 [n].
+    """Return the outputs [n, H, Dv] for the next row of each of n cached sequences; positions and slots are int64 [n].
 
     Stores each row's key, decay and update in `states`; S stays unchanged.
     num_padded: number of rows to which matmul inputs are padded (`padded_rows`).
@@ -281,7 +281,7 @@ def padded_rows(shape: DeltaNet, device: torch.device) -> int:
 
 @measured
 def min_batch_rows(shape: DeltaNet) -> int | None:
-    """Return the smallest number of padded rows with which `run_row` matches `run_chunks` bitwise on this CPU.
+    """Return the smallest row count to pad to at which `run_row` matches `run_chunks` bitwise on this CPU.
 
     Return None if even 16 rows are not enough.
     """

@@ -44,7 +44,7 @@ class StateCache:
     chunk_size = DELTA_CHUNK
 
     def __init__(self, shape: DeltaNet, num_rows: int, *, dtype: torch.dtype, device: torch.device):
-        """Allocate zero states for all rows. dtype: the model's dtype."""
+        """Allocate zero-initialized states for all rows. dtype: the model's dtype."""
         self._device = device
         self._states: dict[int, DeltaStates] = {}
         head_shape = (num_rows, shape.num_value_heads)

@@ -142,7 +142,7 @@ def model_config(config: Any, *, is_tied: bool) -> ModelConfig:
 
 
 def make_oracle(small: Any) -> Any:
-    """Build transformers' model with eager attention and weights from `scramble_weights`."""
+    """Build the transformers model with eager attention and weights from `scramble_weights`."""
     from transformers import AutoModelForCausalLM
 
     small = copy.deepcopy(small)  # building a model modifies the RoPE parameters in its config
@@ -190,7 +190,8 @@ def measure(config: Any) -> tuple[ModelConfig, bool]:
     layers, windows, shapes = zip(*attention_calls, strict=True) if attention_calls else ((), (), ())
     refuse(
         layers != tuple(range(shape.num_hidden_layers)),
-        f"attention runs in layers {list(layers)}, not once in each layer; other layers may keep a different state",
+        f"expected one attention call in each layer, but attention was called in layers {list(layers)}; other layers "
+        "may keep a different kind of state",
     )
     expected = (shape.num_key_value_heads, shape.head_dim)
     found = {tuple(keys[1:]) for keys in shapes}

@@ -31,7 +31,8 @@ _HARMLESS = frozenset(
     "return_dict".split()
 )
 # Minimum number of rows per forward pass on the CPU; shorter inputs are padded. Some modules multiply without
-# `F.linear` (GPT-2 with `addmm`), and the number of rows that makes such products batch-invariant is not measured.
+# `F.linear` (GPT-2 with `addmm`), and the number of rows that makes such products batch-invariant has not been
+# measured.
 MIN_ROWS = 16
 # Elementwise functions whose vectorised kernel and scalar tail differ in the last bit.
 _ELEMENTWISE = {
@@ -170,7 +171,7 @@ def _find_layers(hf: Any, num_layers: int) -> nn.ModuleList:
 
 
 class HFTransformer(nn.Module):
-    """transformers' modules with the interface of a `Transformer`. Parameters use transformers' naming.
+    """A Hugging Face transformers model wrapped in the `Transformer` interface. Parameters use transformers' naming.
 
     hf: the transformers model instance. lm_head: the model's LM head, regardless of its name.
     """
@@ -219,7 +220,7 @@ class HFTransformer(nn.Module):
         ]
         self._device = torch.device("meta")
 
-        # 5. Tie parameters, and add adapters, which freezes all other parameters.
+        # 5. Tie parameters, then add adapters; adding them freezes all other parameters.
         self.tie_weights()
         if config.adapters is not None:
             add_adapters(self, layers, config.adapters)

@@ -100,7 +100,7 @@ def _pass_gate(text: str, read: Callable[[Mapping[str, Any]], ModelConfig] | Non
 
 
 def _build_hf(text: str) -> Any:
-    """Build transformers' model for a config.json, on the meta device."""
+    """Build the transformers model for a config.json, on the meta device."""
     return build_on_meta(transformers_config(json.loads(text)))
 
 

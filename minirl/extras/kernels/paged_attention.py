@@ -21,7 +21,8 @@ MAX_CHANNEL_BYTES = 128
 MAX_TILE_BYTES = 32768
 # Triton's compile options. num_stages is the number of tiles loaded from memory at the same time.
 OPTIONS = {"num_warps": 4, "num_stages": 3}
-# Number of programs that saturate the GPU. If requests x KV heads is smaller than MIN_PROGRAMS, the keys are split.
+# Number of programs needed to saturate the GPU. If requests x KV heads is smaller than MIN_PROGRAMS, the keys are
+# split.
 MIN_PROGRAMS = 512
 
 
@@ -142,7 +143,7 @@ def attend_blocks(  # type: ignore[no-untyped-def]
         first_key = tile * TILE
         block = tl.load(blocks + request * max_blocks + first_key // BLOCK).to(tl.int64)
         block_start = (block * NUM_KV + head) * DIM * BLOCK
-        # The hint makes each key load 16 bytes wide; without the hint, key loads compile to 2 bytes each.
+        # With the hint, each load of keys is 16 bytes wide; without it, the loads compile to 2 bytes each.
         offset = tl.multiple_of(first_key % BLOCK, TILE) + key
         is_seen = (first_key + key < end) & (first_key + key >= begin)
         # Mask the scores rather than the keys, because masking key loads with `is_seen` would prevent wide loads.
