@@ -74,7 +74,7 @@ class Config(RunConfig):
 
     @property
     def has_reference(self) -> bool:
-        """Whether a KL penalty needs the initial model as reference."""
+        """Whether a KL penalty needs the initial model as its reference."""
         return bool(self.kl_coef or self.kl_reward_coef)
 
     @property

@@ -80,7 +80,7 @@ class Config(RunConfig):
 
     @property
     def has_reference(self) -> bool:
-        """Whether the KL penalty needs the initial model as reference."""
+        """Whether the KL penalty needs the initial model as its reference."""
         return bool(self.kl_reward_coef)
 
     @property

@@ -160,8 +160,9 @@ class StopStrings:
     """A `rollouts.StopTest` that checks whether the last sampled token completes one of these strings.
 
     A stop string may begin and end inside a token; the token that completes a stop string is the turn's last token and
-    is kept whole. The text of a turn includes special tokens ("<|im_end|>" can be a stop string) and all spaces. Only
-    the end of the text is decoded: every token adds at least one byte, so a string of n bytes spans at most n tokens.
+    is kept whole. The text of a turn includes special tokens ("<|im_end|>" can be a stop string) and all whitespace.
+    Only the end of the text is decoded: every token adds at least one byte, so a string of n bytes spans at most n
+    tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]):

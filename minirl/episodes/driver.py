@@ -188,7 +188,7 @@ class Driver:
     def cancel(self) -> None:
         """Cancel the function at its `await`, unless the function is already cleaning up.
 
-        The function's `finally` block runs in the next slice of the event loop. From now on, the function's replies are
+        The function's `finally` block runs the next time the event loop runs. From now on, the function's replies are
         ignored.
         """
         if not self.episode.is_closed:

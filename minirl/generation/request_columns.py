@@ -104,7 +104,7 @@ class RequestColumns:
         return replace(request, sampled=self.tokens(row, len(request.prompt_ids)).copy())
 
     def finished_sequence(self, row: int, finish_reason: str) -> SampledSequence:
-        """Return the finished sequence of the request in this row, as a copy."""
+        """Return a copy of the finished sequence of the request in this row."""
         request = self.requests[row]
         num_prompt_tokens = len(request.prompt_ids)
         return SampledSequence(

@@ -136,12 +136,12 @@ class _Memo:
     def memoize(self, make: Callable[..., Derived], *args: Hashable) -> Derived:
         """Return make(self, *args), computed only once per set of arguments."""
         key = (make, *args)
-        if key not in self._memo:
-            self._memo[key] = make(self, *args)
-        return self._memo[key]
+        if key not in self._memoized_values:
+            self._memoized_values[key] = make(self, *args)
+        return self._memoized_values[key]
 
     @functools.cached_property
-    def _memo(self) -> dict[Hashable, Any]:
+    def _memoized_values(self) -> dict[Hashable, Any]:
         return {}
 
 

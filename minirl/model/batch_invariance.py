@@ -42,8 +42,8 @@ class MatmulForm(NamedTuple):
 FORMS = (MatmulForm(4), MatmulForm(8), MatmulForm(16), MatmulForm(64, is_tiled=True))
 # Fallback form for matmuls that no form in FORMS makes batch-invariant.
 INEXACT = MatmulForm(1)
-# Minimum number of columns of a matmul. With fewer columns, libraries use matrix-vector kernels, or kernels whose
-# rounding depends on the column index.
+# Minimum number of output columns of a matmul. With fewer columns, libraries use matrix-vector kernels, or kernels
+# whose rounding depends on the column index.
 MIN_COLUMNS = 64
 # Largest bf16 operand, in elements, for which MKL's fp32 product is the fastest option with few rows.
 MAX_UPCAST_OPERAND = 1 << 15

@@ -203,7 +203,7 @@ class Transformer(nn.Module):
         }
         x = self.embed_tokens(padding.pad_rows(tokens, self.min_rows))
         if self.config.scales_embeddings:
-            # Round the factor to the hidden states' dtype, as in Gemma's training.
+            # Round the factor to the hidden states' dtype, to match how Gemma was trained.
             embedding_scale = math.sqrt(self.config.hidden_size)
             x = x * torch.tensor(embedding_scale, dtype=x.dtype, device="cpu").item()
         for layer, rope in zip(self.layers, self.config.layer_ropes, strict=True):

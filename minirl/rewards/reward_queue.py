@@ -90,5 +90,5 @@ class RewardQueue:
         ]
         # NumPy converts None, which means that a reward does not apply, to NaN.
         rewards = np.array(rewards_per_function, dtype=np.float64)
-        per_rollout = rewards.reshape(len(self._rewards), len(rollouts)).T.tolist()
-        return list(map(RewardedRollout, rollouts, texts, per_rollout))
+        rewards_by_rollout = rewards.reshape(len(self._rewards), len(rollouts)).T.tolist()
+        return list(map(RewardedRollout, rollouts, texts, rewards_by_rollout))

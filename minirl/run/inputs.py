@@ -170,9 +170,9 @@ def load_prompts(
         check_weights(model_config, model_folder)
     tokenizer = load_tokenizer(config, model_folder, tools, user_rollout, model_config.vocab_size)
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
-    token_sizes = (config.cache_tokens, config.max_tokens_per_microbatch)
+    capacities = (config.cache_tokens, config.max_tokens_per_microbatch)
     token_limits = [
-        default_microbatch_tokens(max_new_tokens) if size == "auto" else size for size in token_sizes
+        default_microbatch_tokens(max_new_tokens) if size == "auto" else size for size in capacities
     ]
     token_limits.append(model_config.max_position_embeddings)
     if teacher_folder := model_folder_of_field(config, "teacher"):
