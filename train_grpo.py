@@ -73,7 +73,7 @@ class Config(RunConfig):
     clip_high: float = 0.28
 
     @property
-    def has_reference(self) -> bool:
+    def has_reference_model(self) -> bool:
         """Whether a KL penalty needs the initial model as its reference."""
         return bool(self.kl_coef or self.kl_reward_coef)
 

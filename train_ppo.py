@@ -37,7 +37,7 @@ from minirl.model.families import read_config
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens
 from minirl.report.progress_bar import show_progress
 from minirl.run.checks import check_shared_flags
-from minirl.run.config import RunConfig, model_folder_of_field
+from minirl.run.config import RunConfig, model_folder_from_config
 from minirl.run.flags import run_script
 from minirl.run.run import Run
 from minirl.run.setup import Setup
@@ -53,7 +53,7 @@ from minirl.training.losses import (
     sequence_sums,
     value_loss,
 )
-from minirl.training.scoring import score_batch, value_batch
+from minirl.training.scoring import predict_values, score_batch
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,14 @@ class Config(RunConfig):
     num_value_models = 1
 
     @property
-    def has_reference(self) -> bool:
+    def has_reference_model(self) -> bool:
         """Whether the KL penalty needs the initial model as its reference."""
         return bool(self.kl_reward_coef)
 
     @property
     def value_peak_lr(self) -> float:
         """Peak learning rate of the value model: `value_lr`, or the model's default."""
-        default = 1e-3 if self.is_embedded else 1e-5
+        default = 1e-3 if self.uses_bundled_model else 1e-5
         return self.value_lr or default
 
 
@@ -181,7 +181,7 @@ def main(config: Config) -> int:
     value_config, value_folder = value_model_source(config, setup)
     value = setup.load_model(value_config, value_folder, base=policy)
     value_optimizer = value.make_optimizer()
-    frozen = [setup.frozen_model(value, value_batch, ["values", "end_values"]), *setup.load_frozen(policy)]
+    frozen = [setup.frozen_model(value, predict_values, ["values", "end_values"]), *setup.load_frozen(policy)]
     collector = setup.make_collector(policy, rollout)
     models = {"policy": (policy, optimizer), "value": (value, value_optimizer)}
     run = Run(setup, models, collector)
@@ -217,7 +217,7 @@ def main(config: Config) -> int:
             for i, sequences in enumerate(show_progress("update", minibatch)):
                 micro = batch.select(sequences)
                 is_last = i == len(minibatch) - 1
-                values, _ = value_batch(value.module, micro)
+                values, _ = predict_values(value.module, micro)
                 loss = value_loss(values, micro.values, micro.returns, clip=config.value_clip)
                 objective = (micro.loss_weights * loss).sum()
                 value.backward(objective, is_last=is_last)
@@ -263,7 +263,9 @@ def add_scoring(metrics: StepMetrics, groups: Groups, batch: Batch, kl: Tensor, 
 def value_model_source(config: Config, setup: Setup) -> tuple[ModelConfig, Path]:
     """Return the value model's config and folder. Raises InputError if tokens or positions are missing."""
     folder = (
-        setup.checkpoint_folder("value") or model_folder_of_field(config, "value_model") or setup.model_folder
+        setup.checkpoint_folder("value")
+        or model_folder_from_config(config, "value_model")
+        or setup.model_folder
     )
     model_config = dataclasses.replace(read_config(folder), scalar_head=True, adapters=config.adapters)
     vocabulary = setup.tokenizer.backend.get_vocab().items()

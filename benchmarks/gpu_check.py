@@ -147,12 +147,12 @@ def waits(place: Place) -> Iterator[Figures]:
     """Count how often the host waits for the device in a microbatch; tests/test_gpu.py covers decode steps."""
     from cuda_decode import random_model
 
-    from minirl.training.batch import Batch, independent_sequences
+    from minirl.training.batch import Batch, sequence_infos_from_lengths
     from minirl.training.scoring import score_batch
 
     model = random_model("tiny", place.device)
     tokens = torch.arange(96, device=place.device)
-    batch = Batch(independent_sequences([64, 32]), tokens, loss_mask=tokens % 64 > 8)
+    batch = Batch(sequence_infos_from_lengths([64, 32]), tokens, loss_mask=tokens % 64 > 8)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if place.is_cuda:

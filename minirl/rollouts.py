@@ -45,7 +45,7 @@ def make_token_stream(ids: Sequence[int]) -> Stream:
 NO_TOKENS = make_token_stream(())
 
 
-def join_streams(*streams: Stream) -> Stream:
+def concat_tokens(*streams: Stream) -> Stream:
     """Concatenate TOKEN arrays into a new TOKEN array."""
     # Without an explicit dtype, NumPy would promote the dtypes pair by pair.
     return np.concatenate([NO_TOKENS, *streams], dtype=TOKEN)

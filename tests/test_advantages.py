@@ -17,7 +17,7 @@ from minirl.training.advantages import (
     weighted_rewards,
     whiten,
 )
-from minirl.training.batch import Batch, independent_sequences
+from minirl.training.batch import Batch, sequence_infos_from_lengths
 from minirl.training.losses import loss_weights
 from support.worked import (
     DR_GRPO,
@@ -204,7 +204,7 @@ def test_token_rewards_and_returns_equal_the_worked_numbers():
 def with_kl(rank, baseline):
     """Return the script's advantages for the worked responses with a KL term in the reward."""
     tokens = torch.arange(14)
-    batch = Batch(independent_sequences(LENGTHS), tokens, tokens >= 0, double(flat(K1)))
+    batch = Batch(sequence_infos_from_lengths(LENGTHS), tokens, tokens >= 0, double(flat(K1)))
     config = train_grpo.Config(baseline=baseline, advantage_norm="none", kl_reward_coef=0.05)
     batch = batch.replace(ref_logprobs=double([0.0] * 14))
     return train_grpo.token_advantages(config, groups_of(REWARDS), batch)

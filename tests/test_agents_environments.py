@@ -13,7 +13,7 @@ from minirl.data.task import Row
 from minirl.episodes.episode import Episode
 from minirl.errors import InputError, RolloutError
 from minirl.run.config import RunConfig
-from minirl.run.inputs import load_rewards, load_rollout, load_task, load_tokenizer
+from minirl.run.inputs import load_rewards, load_rollout_function, load_task, load_tokenizer
 from support.collecting import (
     CHAT,
     Prompts,
@@ -147,7 +147,7 @@ def load(tmp_path):
     (tmp_path / "mine.py").write_text(SOURCE)
 
     def load_one(kind, name, **options):
-        return load_rollout(RunConfig(**{kind: f"{tmp_path}/mine.py:{name}"}, **options))
+        return load_rollout_function(RunConfig(**{kind: f"{tmp_path}/mine.py:{name}"}, **options))
 
     return load_one
 
@@ -387,7 +387,7 @@ def test_trl_programs_run_unchanged_and_get_the_same_rewards(
     monkeypatch.setattr("minirl.data.answers.parse_answer", turn_before)
     file = f"{tmp_path}/mine.py"
     config = RunConfig(**{kind: f"{file}:{name}"}, reward=(f"{file}:{reward}",))
-    loaded, (functions, _) = load_rollout(config), load_rewards(config, load_task(config))
+    loaded, (functions, _) = load_rollout_function(config), load_rewards(config, load_task(config))
     tokenizer = letter_tokenizer(HERMES + WITH_NAMES, chat=True).with_tools(loaded.tools)
     prompts = Prompts(tokenizer=tokenizer, max_new_tokens=450)
     prompts._rows = [Row([user("a b")], {"answer": "Yes"}, "f:1")]

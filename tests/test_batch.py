@@ -11,7 +11,14 @@ from torch import Tensor
 
 from minirl.episodes.step_groups import Groups
 from minirl.rollouts import RolloutId, all_branches
-from minirl.training.batch import NOT_COMPUTED, Batch, exchange, gather_infos, gather_to_rollouts, pack
+from minirl.training.batch import (
+    NOT_COMPUTED,
+    Batch,
+    exchange,
+    gather_rollout_infos,
+    gather_to_rollouts,
+    pack,
+)
 from support.rollouts import in_two_branches, rollout_of, sampled
 
 IDS = [(p, s) for p in (3, 7, 8) for s in range(3)]  # ids of the nine rollouts below, in order
@@ -46,7 +53,7 @@ def exchange_branches(rank, first_share, rank_of):
     # Rank 0 has the last `first_share` rollouts.
     rollouts = rollouts_of(IDS[9 - first_share :] if rank == 0 else IDS[: 9 - first_share])
     rewards = [[r.rollout_id.prompt_ordinal + 0.1, r.rollout_id.sample / 3] for r in rollouts]
-    infos = gather_infos(zip(rollouts, [""] * len(rollouts), rewards, strict=True))
+    infos = gather_rollout_infos(zip(rollouts, [""] * len(rollouts), rewards, strict=True))
     sequences = Groups(None, infos, None, None, None).sequences
     pairs = list(zip(sequences, rank_of, strict=True))
     plan = [[[[sequence for sequence, receiver in pairs if receiver == other]] for other in (0, 1)]]

@@ -16,7 +16,7 @@ from minirl.model.transformer import DecoderLayer
 from minirl.run import budget as module
 from minirl.run.budget import USABLE_FRACTION, Sizes, choose_sizes, compute_budget
 from minirl.run.planning import free_memory
-from minirl.training.batch import Batch, independent_sequences
+from minirl.training.batch import Batch, sequence_infos_from_lengths
 from support import models
 from support.engines import CPU, cached_model
 from support.families import PUBLISHED
@@ -99,7 +99,7 @@ def test_a_layer_of_each_family_saves_what_the_budget_says(monkeypatch):
     monkeypatch.setattr(attention, "kernel_for", lambda *given: "varlen")
     monkeypatch.setattr(attention, "supports_gqa", lambda varlen_attn: False)
     monkeypatch.setattr(torch.nn.functional, "rms_norm", FusedNorm.apply)
-    layout = Batch(independent_sequences([64]), torch.arange(64), torch.arange(64) > 0).layout()
+    layout = Batch(sequence_infos_from_lengths([64]), torch.arange(64), torch.arange(64) > 0).layout()
     for name, (raw, _) in PUBLISHED.items():
         config = config_from_dict(raw)
         rotation = torch.empty(2, 64, 1, 2 * len(config.layer_ropes[0].frequencies), device="meta")

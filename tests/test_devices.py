@@ -18,10 +18,10 @@ from minirl.model.rotation import rope_table
 from minirl.model.transformer import Transformer
 from minirl.model.weights import fill_parameter
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens
-from minirl.training.batch import Batch, independent_sequences
+from minirl.training.batch import Batch, sequence_infos_from_lengths
 from minirl.training.frozen_models import FrozenModel
 from minirl.training.losses import value_loss
-from minirl.training.scoring import value_batch
+from minirl.training.scoring import predict_values
 from support.engines import make_engine, make_model, mixed_requests, score_at
 from support.marks import slow
 from support.models import RAW_CONFIG, adamw, make_folder, sharded
@@ -115,7 +115,7 @@ def make_batch():
     mask = torch.cat([torch.arange(length) >= length // 2 for length in lengths])
     streams = [torch.where(mask, -torch.rand(len(tokens), generator=generator), 0.0) for _ in range(7)]
     names = ("old_logprobs", "ref_logprobs", "advantages", "loss_weights", "values", "returns")
-    batch = Batch(independent_sequences(lengths), tokens, mask, streams[0], weight_version=mask.int())
+    batch = Batch(sequence_infos_from_lengths(lengths), tokens, mask, streams[0], weight_version=mask.int())
     return batch.replace(**dict(zip(names, streams[1:], strict=True)))
 
 
@@ -179,11 +179,11 @@ def test_a_value_model_on_a_device_has_the_values_and_gradients_of_the_host(devi
         torch.manual_seed(0)
         model = Transformer(config).to(place)
         batch = make_batch().to(place)
-        scorer = FrozenModel(model, value_batch, names=names, device=place)
+        scorer = FrozenModel(model, predict_values, names=names, device=place)
         first, second, third = batch.sequences
         scored = scorer.add_streams(batch, [[third], [], [first, second]])
         micro = batch.select([batch.sequences[i] for i in lengths])
-        values, _ = value_batch(model, micro)
+        values, _ = predict_values(model, micro)
         loss = value_loss(values, micro.values, micro.returns, clip=0.2)
         (micro.loss_weights * loss).sum().backward()
         gradients = [parameter.grad for parameter in model.parameters()]

@@ -19,7 +19,7 @@ from minirl.episodes.episode import Episode
 from minirl.rewards.functions import EpisodeReward
 from minirl.run.config import RunConfig
 from minirl.run.flags import flag_name
-from minirl.run.inputs import load_rollout
+from minirl.run.inputs import load_rollout_function
 from support.collecting import chat_prompts, make_collector
 from support.forked import python_path
 from support.marks import slow
@@ -223,7 +223,7 @@ def load(tmp_path):
     def load_block(line, name, before="", kind="rollout"):
         file = tmp_path / f"{name}.py"
         file.write_text(before + block_with(line, "environments.md"))
-        return load_rollout(RunConfig(**{kind: f"{file}:{name}"}))
+        return load_rollout_function(RunConfig(**{kind: f"{file}:{name}"}))
 
     return load_block
 

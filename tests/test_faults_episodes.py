@@ -7,7 +7,7 @@ import pytest
 from minirl.errors import InputError, RolloutError
 from minirl.rewards.functions import EpisodeReward
 from minirl.run.config import RunConfig
-from minirl.run.inputs import load_rollout
+from minirl.run.inputs import load_rollout_function
 from support.collecting import Prompts, make_collector
 
 NO_PROMPT = r"branch\(.*expected (text, or messages with role and content|a message)"
@@ -78,7 +78,7 @@ def test_row_53_61_an_error_in_an_episode_stops_the_run(tmp_path, code, said, wh
     functions = {name: EpisodeReward(name) for name in ("total",) if name in said}
     returned = dict.fromkeys(functions, 1.0)
     (tmp_path / "mine.py").write_text(f"RETURNED = {returned}\n{SOURCE}    {code}\n")
-    rollout = load_rollout(RunConfig(rollout=f"{tmp_path}/mine.py:mine")).function
+    rollout = load_rollout_function(RunConfig(rollout=f"{tmp_path}/mine.py:mine")).function
     options = {"functions": functions or None, "group_size": 1, "call_timeout": 60.0}
     collector = make_collector(Prompts(num_rows=9), rollout=rollout, **options)
     with pytest.raises(RolloutError) as raised:
@@ -104,7 +104,7 @@ UNUSABLE = {
 def test_row_53_a_file_that_cannot_be_used_is_refused_before_anything_is_loaded(tmp_path, source):
     (tmp_path / "mine.py").write_text(source)
     with pytest.raises(InputError, match=rf"^--rollout .*mine\.py:mine: {UNUSABLE[source]}"):
-        load_rollout(RunConfig(rollout=f"{tmp_path}/mine.py:mine"))
+        load_rollout_function(RunConfig(rollout=f"{tmp_path}/mine.py:mine"))
 
 
 # Invalid values of a flag that names a user's function, and the expected message.
@@ -123,5 +123,5 @@ UNNAMED = {
 def test_an_invalid_function_spec_is_refused_with_the_flag():
     for spec, said in UNNAMED.items():
         with pytest.raises(InputError) as error:
-            load_rollout(RunConfig(rollout=spec))
+            load_rollout_function(RunConfig(rollout=spec))
         assert str(error.value).startswith(f"--rollout {spec}: {said}")

@@ -17,7 +17,7 @@ from minirl.model.config import Adapters
 from minirl.model.folders import ADAPTERS_FILE
 from minirl.model.transformer import is_batch_invariant
 from minirl.model.weights import load_replica
-from minirl.training.batch import Batch, independent_sequences
+from minirl.training.batch import Batch, sequence_infos_from_lengths
 from minirl.training.frozen_models import without_adapters
 from minirl.training.scoring import score_batch
 from support.families import adapted
@@ -45,7 +45,7 @@ def folder(tmp_path_factory) -> Path:
 
 def logprobs_of(model, tokens, lengths):
     is_sampled = PackedLayout(tuple(map(Sequence, lengths)), CPU).positions > 0
-    return score_batch(model, Batch(independent_sequences(lengths), tokens, is_sampled))[0]
+    return score_batch(model, Batch(sequence_infos_from_lengths(lengths), tokens, is_sampled))[0]
 
 
 @pytest.mark.parametrize("adapters", [NARROW, WIDE], ids=["narrow", "wide"])

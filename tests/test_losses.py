@@ -12,7 +12,7 @@ import torch
 
 import train_grpo
 from minirl.training.advantages import group_advantages
-from minirl.training.batch import Batch, independent_sequences
+from minirl.training.batch import Batch, sequence_infos_from_lengths
 from minirl.training.kl import kl_penalty
 from minirl.training.losses import (
     cispo_loss,
@@ -201,7 +201,7 @@ def test_by_default_a_gap_of_the_sampled_logprobs_is_corrected_and_without_one_n
 
     def loss(sampled, correction="auto"):
         config = train_grpo.Config(correction=correction)
-        sequences, streams = independent_sequences(WITH_PROMPTS), {"advantages": advantages_of()}
+        sequences, streams = sequence_infos_from_lengths(WITH_PROMPTS), {"advantages": advantages_of()}
         micro = Batch(sequences, MASK, MASK, sampled, old_logprobs=OLD, **streams)
         return train_grpo.token_loss(config, micro, NEW, OLD)[0].tolist()
 

@@ -28,8 +28,8 @@ from minirl.report.metrics import (
     add_tokens,
     with_derived_metrics,
 )
-from minirl.rollouts import EpisodeRecord, RolloutId, TurnRecord, join_streams, make_token_stream
-from minirl.training.batch import Batch, independent_sequences
+from minirl.rollouts import EpisodeRecord, RolloutId, TurnRecord, concat_tokens, make_token_stream
+from minirl.training.batch import Batch, sequence_infos_from_lengths
 from support.processes import file_limit
 from support.rollouts import in_two_branches, rollout_of, sampled
 
@@ -66,7 +66,7 @@ def test_a_maximum_propagates_nan_and_a_metric_without_values_is_missing(reduce_
 
 
 def make_rollout(num_prompt_tokens, num_sampled, finish_reason="stop"):
-    completion = join_streams(sampled(range(num_sampled), versions=8), make_token_stream([7]))
+    completion = concat_tokens(sampled(range(num_sampled), versions=8), make_token_stream([7]))
     return rollout_of(RolloutId(4, 1), range(num_prompt_tokens), completion, finish_reason)
 
 
@@ -79,7 +79,9 @@ def test_metrics_of_two_ranks_equal_numbers_computed_by_hand(reduce_over_ranks, 
     """
     monkeypatch.setattr("minirl.report.metrics.world_size", lambda: 2)
     ranks = StepMetrics(), StepMetrics()
-    sequences = [one._replace(num_loss_tokens=one.num_tokens) for one in independent_sequences([6, 1, 1, 2])]
+    sequences = [
+        one._replace(num_loss_tokens=one.num_tokens) for one in sequence_infos_from_lengths([6, 1, 1, 2])
+    ]
     rollouts = [make_rollout(9, 1), in_two_branches(make_rollout(1, 5, "length"))]
     rollouts[0] = replace(rollouts[0], episode=EpisodeRecord([TurnRecord(0, 1, "stop")] * 3))
     correct = torch.tensor([[1.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
@@ -98,7 +100,7 @@ def test_metrics_of_two_ranks_equal_numbers_computed_by_hand(reduce_over_ranks, 
     ratio = torch.tensor([9.0, 1.31, 1.4, 0.79, 3.0])
     to_ref = [0.5, -0.25, 0.5, -0.25]
     micro = Batch(
-        independent_sequences([5]),
+        sequence_infos_from_lengths([5]),
         torch.arange(5),
         torch.arange(5) > 0,
         sample_logprobs=torch.tensor([0.0, -1.5, -1.0, math.nan, 1.25]),

@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM
 
 from minirl.model import batch_invariance
 from minirl.model.attention import PackedLayout, Sequence
-from minirl.training.batch import Batch, independent_sequences
-from minirl.training.scoring import value_batch
+from minirl.training.batch import Batch, sequence_infos_from_lengths
+from minirl.training.scoring import predict_values
 from support.engines import CPU, hidden_states, score_at
 from support.families import CASES, make_checkpoint, twin
 from support.marks import slow
@@ -27,7 +27,7 @@ def random_tokens(model, lengths, seed=0):
 def batch_of(tokens, lengths):
     """Return a batch in which all tokens but the first of each sequence are sampled."""
     mask = PackedLayout(tuple(map(Sequence, lengths)), CPU).positions > 0
-    return Batch(independent_sequences(lengths), tokens, mask)
+    return Batch(sequence_infos_from_lengths(lengths), tokens, mask)
 
 
 def logits(model, tokens, lengths):
@@ -90,7 +90,7 @@ def test_values_scores_and_their_gradients_equal_transformers(name):
     padding = model.config.vocab_size - 1
     tokens = random_tokens(model, lengths, seed=1) % padding
     batch = batch_of(tokens, lengths)
-    values, end_values = value_batch(model, batch)
+    values, end_values = predict_values(model, batch)
     after = end_values[batch.last_token_index]
     parts = tokens.split(lengths)
     states = [oracle.score(oracle.model(part[None]).last_hidden_state)[0, :, 0] for part in parts]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from minirl.rollouts import EpisodeRecord, Rollout, RolloutId, SampledSequence, TurnRecord
-from minirl.training.batch import Batch, independent_sequences
+from minirl.training.batch import Batch, sequence_infos_from_lengths
 from support.resuming import resume
 from support.rollouts import sampled
 from support.scripts import (
@@ -53,7 +53,7 @@ def test_an_objective_of_the_page_trains_and_resumes(one_rank, two_ranks, runs, 
 def make_batch(lengths, sampled, **streams):
     """Return a batch of sequences that have only sampled tokens."""
     tokens = torch.arange(len(sampled))
-    return Batch(independent_sequences(lengths), tokens, tokens >= 0, sampled, **streams)
+    return Batch(sequence_infos_from_lengths(lengths), tokens, tokens >= 0, sampled, **streams)
 
 
 def advantages_of_group(fork, rewards, **config):

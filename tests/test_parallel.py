@@ -16,7 +16,7 @@ from minirl.model.weights import load_replica
 from minirl.ranks.process_group import world_size
 from minirl.rollouts import RolloutId
 from minirl.training.assignment import plan_microbatches
-from minirl.training.batch import Batch, exchange, gather_infos, independent_sequences, pack
+from minirl.training.batch import Batch, exchange, gather_rollout_infos, pack, sequence_infos_from_lengths
 from minirl.training.scoring import score_batch
 from support.engines import CPU, make_engine
 from support.marks import slow
@@ -57,7 +57,7 @@ def shared_out(rank, max_tokens, config, skippable_rollouts=None):
     last = world_size() - 1
     mine = [rollout for i, rollout in enumerate(make_rollouts()) if min(i // 5, last) == rank]
     rewards = [[0.1 if r.rollout_id.prompt_ordinal < 4 else r.rollout_id.sample == 0] for r in mine]
-    infos = gather_infos(zip(mine, [""] * len(mine), rewards, strict=True))
+    infos = gather_rollout_infos(zip(mine, [""] * len(mine), rewards, strict=True))
     rewards = torch.tensor([info.rewards for info in infos], dtype=torch.float64).view(7, 3, 1)
     groups = Groups(None, infos, rewards, rewards[:, :0], torch.ones(1, dtype=torch.float64))
     is_skipped = torch.zeros(21, dtype=torch.bool)
@@ -151,7 +151,7 @@ def test_gradients_do_not_depend_on_how_models_are_sharded(request, one_rank, fo
 def loss_of_one_sequence(model, tokens=None):
     """Return the loss of a sequence of 20 tokens, by default the same tokens on every rank."""
     tokens = torch.arange(20) if tokens is None else tokens
-    new, _ = score_batch(model.module, Batch(independent_sequences([20]), tokens, torch.arange(20) > 0))
+    new, _ = score_batch(model.module, Batch(sequence_infos_from_lengths([20]), tokens, torch.arange(20) > 0))
     return -new.sum()
 
 

@@ -7,7 +7,7 @@ import pytest
 from minirl.errors import InputError
 from minirl.rollouts import RolloutId
 from minirl.training.assignment import plan_microbatches
-from minirl.training.batch import SequenceInfo, independent_sequences
+from minirl.training.batch import SequenceInfo, sequence_infos_from_lengths
 
 
 def info(num_prompt_tokens, num_own, prompt, sample):
@@ -51,7 +51,7 @@ def test_a_microbatch_may_hold_more_tokens_than_it_computes_but_no_sequence_may(
     assert plan_microbatches(shared, num_ranks=1, max_tokens=170) == [[shared]]
     assert len(plan_microbatches(shared, num_ranks=1, max_tokens=169)[0]) == 2
     with pytest.raises(InputError, match=r"--max-tokens-per-microbatch 99: .* 100 tokens"):
-        plan_microbatches(independent_sequences([100] * 8), num_ranks=1, max_tokens=99)
+        plan_microbatches(sequence_infos_from_lengths([100] * 8), num_ranks=1, max_tokens=99)
 
 
 def test_eight_ranks_compute_nearly_equal_and_nearly_the_fewest_tokens():

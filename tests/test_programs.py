@@ -23,7 +23,7 @@ from minirl.files.json_files import json_text
 from minirl.files.user_code import find_functions
 from minirl.rewards.functions import EpisodeReward
 from minirl.run.config import RunConfig
-from minirl.run.inputs import load_rollout
+from minirl.run.inputs import load_rollout_function
 from support.collecting import (
     Prompts,
     assert_pauses_change_nothing,
@@ -226,7 +226,7 @@ def test_a_file_is_loaded_once_and_prints(tmp_path, capsys):
     path = tmp_path / "mine.py"
     config = RunConfig(rollout=f"{path}:rollout")
     path.write_text("print('hello')\nasync def rollout(episode): ...")
-    rollout = load_rollout(config).function
+    rollout = load_rollout_function(config).function
     path.write_text("# changed since then")
-    assert load_rollout(config).function is rollout
+    assert load_rollout_function(config).function is rollout
     assert capsys.readouterr().out == "hello\n"

@@ -5,7 +5,13 @@ import itertools
 import pytest
 import torch
 
-from minirl.generation.sampling import PURPOSES, inverse_cdf, request_key, truncate, uniforms
+from minirl.generation.sampling import (
+    PURPOSES,
+    apply_top_k_top_p,
+    request_key,
+    sample_by_inverse_cdf,
+    seeded_uniforms,
+)
 from minirl.model import batch_invariance
 from minirl.rollouts import Truncation
 from support.sampling import RULES, columns, keys_of, random_head, sample_rows, sampled, sampling_rows
@@ -34,7 +40,7 @@ def test_keyed_noise_is_the_pinned_one(request_of, expected):
     """The noise must never change, because every past result depends on it."""
     seed, purpose, prompt, number = request_of
     got = request_key(seed, purpose=purpose, prompt_ordinal=prompt, sample=number)
-    assert (got, uniforms(torch.tensor([got]), torch.tensor([9])).item()) == expected
+    assert (got, seeded_uniforms(torch.tensor([got]), torch.tensor([9])).item()) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -60,7 +66,7 @@ def test_inverse_cdf_equals_a_search_in_the_flat_fp64_sum(vocab, dtype):
     ends = cdf.gather(1, some)[:, 0] / cdf[:, -1]
     for uniform in (ends - 1e-12, ends + 1e-12, 0 * ends, torch.full_like(ends, LARGEST_UNIFORM)):
         uniform = uniform.clamp(0, LARGEST_UNIFORM)
-        got = inverse_cdf(logprobs, uniform)
+        got = sample_by_inverse_cdf(logprobs, uniform)
         assert torch.equal(logprobs, before)
         expected = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)
         assert got.tolist() == expected[:, 0].tolist()
@@ -83,7 +89,7 @@ def test_sampled_frequencies_match_the_probabilities(vocab, temperature, rule):
         truncation=columns([rule] * draws),
     )
     logits = hidden @ head.T / temperature
-    truncate(logits, torch.ones(1), *columns([rule]))
+    apply_top_k_top_p(logits, torch.ones(1), *columns([rule]))
     probs = torch.softmax(logits[0].double(), -1)
     assert ((probs > 0).sum() < vocab) == (rule.top_k > 0)
     expected, counts = probs * draws, torch.bincount(tokens, minlength=vocab)

@@ -13,7 +13,7 @@ from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer, is_batch_invariant
 from minirl.training.batch import Batch
 from minirl.training.frozen_models import FrozenModel
-from minirl.training.scoring import ChunkedLogprobs, value_batch
+from minirl.training.scoring import ChunkedLogprobs, predict_values
 from support.engines import CPU, score_at, with_infos
 from support.layouts import shuffled_members
 from support.marks import slow
@@ -160,7 +160,7 @@ def frozen_results(language, scalar, batch, cut):
     """Return logprobs and values [T], and sequences' values after their last tokens [N], added by `FrozenModel`s."""
     for model, of_model, names in (
         (language, score_sampled, ["old_logprobs"]),
-        (scalar, value_batch, ["values", "end_values"]),
+        (scalar, predict_values, ["values", "end_values"]),
     ):
         batch = FrozenModel(model, of_model, names=names, device=CPU).add_streams(batch, cut)
     return batch.old_logprobs, batch.values, batch.end_values[batch.last_token_index]
@@ -184,7 +184,7 @@ def test_results_depend_neither_on_microbatches_nor_on_sharing_prompts(dtype, se
     assert query_lengths < num_tokens - 700
     every = list(batch.sequences)
     logprobs, entropies = score_sampled(language, unshared)
-    values, end_values = value_batch(scalar, unshared)
+    values, end_values = predict_values(scalar, unshared)
     expected = logprobs, values, end_values[batch.last_token_index]
     assert (score_sampled(language, batch)[1] - entropies).abs().max() <= tolerance
     for cut in ([every], [every[::2], [], every[1::2]], [every[::-1]], [[one] for one in every]):

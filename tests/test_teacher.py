@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import train_grpo
 from minirl.errors import InputError
 from minirl.model.weights import load_replica, truncate_vocabulary
-from minirl.training.batch import Batch, independent_sequences
+from minirl.training.batch import Batch, sequence_infos_from_lengths
 from minirl.training.scoring import score_teacher
 from support.models import moved_weights
 from support.scripts import read_metrics, read_rollouts, trained, untimed, write_rows
@@ -87,7 +87,7 @@ def test_a_larger_vocabulary_is_cut_and_ids_beyond_a_smaller_one_have_no_mass(te
     model = load_replica(teacher, dtype=torch.float32)
     tokens = torch.nn.functional.pad(torch.arange(24)[:, None], (1, 1), value=1).flatten()
     logprobs, _ = score_teacher(
-        model, Batch(independent_sequences([3] * 24), tokens, torch.arange(72) % 3 > 0)
+        model, Batch(sequence_infos_from_lengths([3] * 24), tokens, torch.arange(72) % 3 > 0)
     )
     assert logprobs.isfinite().all()
     assert logprobs[1::3].exp().sum() == pytest.approx(1)

@@ -176,7 +176,7 @@ def test_prefill_of_appended_tokens_respects_max_prefill_tokens():
     engine.submit([next_turn(request, rollout, [1] * 30, TURN_TOKENS) for request, rollout in ended])
     engine.take_stats()
     prefills = []
-    while engine.is_decoding:
+    while engine.has_unfinished_requests:
         engine.step()
         prefills.append(engine.take_stats().prefill_tokens)
     assert max(prefills) <= 100

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from minirl.errors import InputError
-from minirl.model.families import config_from_dict, read_config, scalar_config
+from minirl.model.families import config_from_dict, read_config, scalar_head_config
 from minirl.model.folders import hub_id_or_path, resolve_folder
 from minirl.model.transformer import Transformer
 from minirl.model.weights import (
@@ -60,7 +60,7 @@ def random_model(dtype=torch.float32, *, scalar_head=False, **overrides):
 
 
 def save(model, folder, **overrides):
-    config = scalar_config(TINY | overrides) if model.config.scalar_head else TINY | overrides
+    config = scalar_head_config(TINY | overrides) if model.config.scalar_head else TINY | overrides
     write_folder(folder, dict(model.named_parameters()), config=config)
     return folder
 

@@ -24,8 +24,8 @@ from minirl.run.flags import run_script
 from minirl.run.run import Run
 from minirl.run.setup import Setup
 from minirl.training.assignment import plan_microbatches
-from minirl.training.batch import Batch, independent_sequences
-from minirl.training.scoring import value_batch
+from minirl.training.batch import Batch, sequence_infos_from_lengths
+from minirl.training.scoring import predict_values
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def encode_pair(prompts: PromptStream, ordinal: int) -> Pair:
 
 def local_microbatches(pairs: Sequence[Pair], max_tokens: int) -> list[list[Pair]]:
     """Return this rank's pairs in microbatches. Every rank has the same number of microbatches."""
-    sequences = independent_sequences(len(chosen) + len(rejected) for chosen, rejected in pairs)
+    sequences = sequence_infos_from_lengths(len(chosen) + len(rejected) for chosen, rejected in pairs)
     per_rank = plan_microbatches(sequences, num_ranks=world_size(), max_tokens=max_tokens)
     return [[pairs[sequence.rollout_index] for sequence in micro] for micro in per_rank[rank()]]
 
@@ -73,8 +73,8 @@ def score_pairs(model: Transformer, pairs: Sequence[Pair], device: torch.device)
     sequences = [ids for pair in pairs for ids in pair]
     tokens = torch.tensor([token for ids in sequences for token in ids], dtype=torch.int64, device=device)
     is_sampled = torch.zeros_like(tokens, dtype=torch.bool)
-    batch = Batch(independent_sequences(map(len, sequences)), tokens, is_sampled)
-    _, end_values = value_batch(model, batch)
+    batch = Batch(sequence_infos_from_lengths(map(len, sequences)), tokens, is_sampled)
+    _, end_values = predict_values(model, batch)
     scores = end_values[batch.last_token_index]
     return scores[::2], scores[1::2]
 

@@ -15,14 +15,14 @@ from minirl.episodes.episode import one_turn
 from minirl.errors import refuse
 from minirl.ranks.process_group import rank, world_size
 from minirl.report.metrics import StepMetrics
-from minirl.rollouts import RolloutId, SampledSequence, join_streams, make_token_stream
+from minirl.rollouts import RolloutId, SampledSequence, concat_tokens, make_token_stream
 from minirl.run.checks import check_shared_flags
 from minirl.run.config import RunConfig, Schedule
 from minirl.run.flags import run_script
 from minirl.run.run import Run
 from minirl.run.setup import Setup
 from minirl.training.assignment import plan_microbatches
-from minirl.training.batch import independent_sequences, pack
+from minirl.training.batch import pack, sequence_infos_from_lengths
 from minirl.training.scoring import score_batch
 
 
@@ -51,7 +51,7 @@ def make_sequence(prompts: PromptStream, ordinal: int, field: str) -> SampledSeq
     )
     completion = make_token_stream(ids)
     completion["is_sampled"] = True
-    stream = join_streams(make_token_stream(prompt_ids), completion)
+    stream = concat_tokens(make_token_stream(prompt_ids), completion)
     return SampledSequence(stream, len(prompt_ids), RolloutId(ordinal, 0), "stop")
 
 
@@ -79,7 +79,7 @@ def main(config: Config) -> int:
         answers = [make_sequence(setup.prompts, ordinal, config.answer_field) for ordinal in ordinals]
         num_tokens = sum(answer.num_sampled_tokens for answer in answers)
         microbatches = plan_microbatches(
-            independent_sequences(len(answer.tokens) for answer in answers),
+            sequence_infos_from_lengths(len(answer.tokens) for answer in answers),
             num_ranks=world_size(),
             max_tokens=setup.sizes.max_tokens_per_microbatch,
         )[rank()]

@@ -38,14 +38,14 @@ def parse_answer(tokenizer: ChatTokenizer, ids: Sequence[int], before: NDArray[n
     if not uses_hermes_format(tokenizer):
         text_before = tokenizer.decode(before, skip_special_tokens=False)
         text = tokenizer.decode(ids, skip_special_tokens=False)
-        return _parse_with_template(tokenizer, text, text_before)
+        return _parse_with_response_template(tokenizer, text, text_before)
     # In some vocabularies the tags are special tokens.
-    skipped_ids = {i for i, token in tokenizer.special_tokens.items() if token not in _HERMES_TAGS}
-    text = tokenizer.decode([i for i in ids if i not in skipped_ids], skip_special_tokens=False)
+    special_ids = {i for i, token in tokenizer.special_tokens.items() if token not in _HERMES_TAGS}
+    text = tokenizer.decode([i for i in ids if i not in special_ids], skip_special_tokens=False)
     # Decode only the tail: a long episode would otherwise decode its whole history in every turn.
     tail = before[-TAIL_TOKENS:].tolist()
-    tail_start = max((i for i, token in enumerate(tail, 1) if token in skipped_ids), default=0)
-    reasoning_tail = tokenizer.decode(tail[tail_start:], skip_special_tokens=False)
+    start_after_special_token = max((i for i, token in enumerate(tail, 1) if token in special_ids), default=0)
+    reasoning_tail = tokenizer.decode(tail[start_after_special_token:], skip_special_tokens=False)
     return _hermes_message(
         text, has_begun_thinking=reasoning_tail.rfind("<think>") > reasoning_tail.rfind("</think>")
     )
@@ -54,7 +54,7 @@ def parse_answer(tokenizer: ChatTokenizer, ids: Sequence[int], before: NDArray[n
 def check_calls_parsable(tokenizer: ChatTokenizer) -> None:
     """Raise InputError if tool calls are not in Hermes format and no response template can parse them."""
     if not uses_hermes_format(tokenizer):
-        reason = _parse_with_template(tokenizer, "", "").get("parse_error")
+        reason = _parse_with_response_template(tokenizer, "", "").get("parse_error")
         refuse(
             reason is not None,
             f"{tokenizer.folder}: cannot use the tokenizer's response template: {reason}",
@@ -63,20 +63,22 @@ def check_calls_parsable(tokenizer: ChatTokenizer) -> None:
 
 def uses_hermes_format(tokenizer: ChatTokenizer) -> bool:
     """Whether tool calls are in Hermes format: the chat template shows such calls, and no response template exists."""
-    shows_call = _SHOWN_HERMES_CALL.search(str(tokenizer.backend.chat_template)) is not None
-    return shows_call and getattr(tokenizer.backend, "response_template", None) is None
+    template_shows_call = _SHOWN_HERMES_CALL.search(str(tokenizer.backend.chat_template)) is not None
+    return template_shows_call and getattr(tokenizer.backend, "response_template", None) is None
 
 
-def _parse_with_template(tokenizer: ChatTokenizer, text: str, prefix: str) -> dict[str, Any]:
+def _parse_with_response_template(tokenizer: ChatTokenizer, text: str, prefix: str) -> dict[str, Any]:
     """Parse the text after `prefix` into a message with the tokenizer's response template."""
-    backend = tokenizer.backend
+    hf_tokenizer = tokenizer.backend
     refuse(
-        getattr(backend, "response_template", None) is None,
+        getattr(hf_tokenizer, "response_template", None) is None,
         f"{tokenizer.folder}: its tokenizer has no response template, so its tool-call format is unknown; "
         "use the turn's text instead",
     )
     try:
-        message: dict[str, Any] = backend.parse_response(text, prefix=prefix, tools=tokenizer.tools or None)
+        message: dict[str, Any] = hf_tokenizer.parse_response(
+            text, prefix=prefix, tools=tokenizer.tools or None
+        )
         check_encodable(message)
     except Exception as error:
         # The template comes from the model folder and the text from the model, so parsing may raise anything.

@@ -7,7 +7,7 @@ appends the product and "=". Without that rollout function, tool calls get no re
 import random
 from collections.abc import Sequence
 
-from minirl.data.task import Row, Task, exact_score
+from minirl.data.task import Row, Task, exact_match_reward
 
 CALL_TOKENS = ("<calc>", "</calc>")
 # A tool call, the tool result and an answer take at most 23 tokens.
@@ -21,7 +21,7 @@ def last_answer(completion: str) -> str:
     return completion.rpartition("=")[2]
 
 
-score = exact_score(last_answer)
+score = exact_match_reward(last_answer)
 
 
 def load_calculator(*, num_train: int = 4000, num_eval: int = 256) -> Task:
@@ -58,13 +58,13 @@ def _examples(rows: Sequence[Row], generator: random.Random) -> list[Row]:
     for row in rows:
         prompt = str(row.prompt)
         product = row.columns["answer"]
-        opened = f"{prompt}<calc>"
+        prompt_with_open_tag = f"{prompt}<calc>"
         call = f"{prompt[:-1]}</calc>"
         begins_with_call = generator.random() < CALL_FREQUENCY
         for before, after in (
             (prompt, f"<calc>{call}" if begins_with_call else product),
-            (opened, call),
-            (f"{opened}{call}{product}=", product),
+            (prompt_with_open_tag, call),
+            (f"{prompt_with_open_tag}{call}{product}=", product),
         ):
             examples.append(Row(before, {"answer": after}, row.origin))
     return examples

@@ -306,8 +306,8 @@ class ChatTokenizer(Tokenizer):
         except InputError:  # the template rejects this conversation
             return set()
         following_ids = self.encode_appended(text.partition(_MARK)[0].lstrip(), str(self.folder))
-        is_stopped = not self.stop_ids.isdisjoint(following_ids)
-        return set() if is_stopped else set(following_ids[:1]) & self.backend.added_tokens_decoder.keys()
+        has_stop_id = not self.stop_ids.isdisjoint(following_ids)
+        return set() if has_stop_id else set(following_ids[:1]) & self.backend.added_tokens_decoder.keys()
 
 
 def replace_with_placeholders(
@@ -322,9 +322,9 @@ def replace_with_placeholders(
     marks: dict[str, str] = {}
 
     def mark(description: str) -> str:
-        word = _MARK.format(len(marks))
-        marks[word] = description
-        return word
+        placeholder = _MARK.format(len(marks))
+        marks[placeholder] = description
+        return placeholder
 
     for message in messages:
         role = message["role"]

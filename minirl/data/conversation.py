@@ -114,14 +114,22 @@ def _segments(rollout: Rollout, tokenizer: ChatTokenizer) -> Iterator[dict[str, 
     """Yield each branch's segments in order: its prompt, except in the first branch, then appended tokens and turns."""
     for branch in rollout.branches:
         branch_number = branch.rollout_id.branch
-        end = branch.num_prompt_tokens
-        segments = [("prompt", 0, end)] if branch_number > 0 else []
+        previous_end = branch.num_prompt_tokens
+        segments = [("prompt", 0, previous_end)] if branch_number > 0 else []
         for turn in rollout.episode.turns:
             if turn.branch == branch_number:
-                first = branch.num_prompt_tokens + turn.start
-                segments += [("environment", end, first), ("sampled", first, first + turn.num_tokens)]
-                end = first + turn.num_tokens
-        for kind, first, end in segments:
-            if end > first:
-                text = tokenizer.decode(branch.tokens[first:end], skip_special_tokens=False)
-                yield {"kind": kind, "text": text, "num_tokens": end - first, "branch": branch_number}
+                segment_start = branch.num_prompt_tokens + turn.start
+                segments += [
+                    ("environment", previous_end, segment_start),
+                    ("sampled", segment_start, segment_start + turn.num_tokens),
+                ]
+                previous_end = segment_start + turn.num_tokens
+        for kind, segment_start, previous_end in segments:
+            if previous_end > segment_start:
+                text = tokenizer.decode(branch.tokens[segment_start:previous_end], skip_special_tokens=False)
+                yield {
+                    "kind": kind,
+                    "text": text,
+                    "num_tokens": previous_end - segment_start,
+                    "branch": branch_number,
+                }

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from minirl.data.jsonl import read_rows
-from minirl.data.task import Row, Task, exact_score
+from minirl.data.task import Row, Task, exact_match_reward
 from minirl.errors import refuse
 
 # Default data: NAME:CONFIG:SPLIT on the Hub.
@@ -51,8 +51,8 @@ def _last_number(pattern: str, text: str) -> float | None:
     return float(number[1].replace(",", "")) / int(number[2] or 1) if number else None
 
 
-strict_score = exact_score(strict_answer)
-flexible_score = exact_score(flexible_answer)
+strict_score = exact_match_reward(strict_answer)
+flexible_score = exact_match_reward(flexible_answer)
 
 
 def load_gsm8k(data: str, eval_data: Sequence[str]) -> Task:

@@ -54,13 +54,13 @@ def read_rows(source: str, to_row: Callable[[dict[str, Any], str], Row]) -> list
     """
     path = Path(source)
     if path.is_file() and path.suffix != ".parquet":
-        objects = _json_objects(path)
+        origins_and_objects = _json_objects(path)
     else:
         from minirl.extras.hub_data import dataset_objects
 
-        objects = dataset_objects(source)
+        origins_and_objects = dataset_objects(source)
     rows = []
-    for origin, fields in objects:
+    for origin, fields in origins_and_objects:
         refuse(not isinstance(fields, dict), f"{origin}: expected an object, got {str(fields)[:60]}")
         rows.append(to_row(fields, origin))
     refuse(not rows, f"{source}: no rows")

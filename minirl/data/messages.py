@@ -106,8 +106,8 @@ def add_answer(messages: Messages, answer: str | dict[str, Any]) -> None:
         answer = {"role": "assistant", "content": answer}
     # Only a prompt can end with an assistant message, which the completion continues.
     if messages and messages[-1]["role"] == "assistant":
-        last = messages.pop()
-        answer = {**last, **answer, "content": last["content"] + answer["content"]}
+        last_message = messages.pop()
+        answer = {**last_message, **answer, "content": last_message["content"] + answer["content"]}
     messages.append(answer)
 
 

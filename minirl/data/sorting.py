@@ -5,13 +5,13 @@ There are over 10^8 such strings, and the held-out strings never appear in train
 
 import random
 
-from minirl.data.task import Row, Task, exact_score
+from minirl.data.task import Row, Task, exact_match_reward
 
 ALPHABET = "0123456789="
 MIN_DIGITS = 4
 MAX_DIGITS = 8
 # The reward is 1 if a completion is exactly the sorted string, else 0.
-score = exact_score(str)
+score = exact_match_reward(str)
 
 
 def load_sorting(*, num_train: int = 20_000, num_eval: int = 256) -> Task:

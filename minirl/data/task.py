@@ -19,7 +19,7 @@ STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
 EPISODE_ARGUMENTS = ("episodes", "environments", "rollouts")
 
 
-def exact_score(extract_answer: Callable[[str], Any]) -> RewardFunction:
+def exact_match_reward(extract_answer: Callable[[str], Any]) -> RewardFunction:
     """Return a reward function that gives 1 if the completion's answer equals the column `answer`, else 0."""
 
     def score(completions: Sequence[str | Messages], answer: Sequence[Any]) -> list[float]:

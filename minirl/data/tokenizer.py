@@ -103,8 +103,8 @@ class Tokenizer:
             anchor_ids = self.encode_text(anchor, origin)
             ids = self.encode_text(anchor + text, origin)
             # Some tokenizers turn a newline into a space.
-            is_anchor_kept = anchor_ids and self._decode(anchor_ids, False).removeprefix(" ") == anchor
-            if is_anchor_kept and ids[: len(anchor_ids)] == anchor_ids:
+            anchor_round_trips = anchor_ids and self._decode(anchor_ids, False).removeprefix(" ") == anchor
+            if anchor_round_trips and ids[: len(anchor_ids)] == anchor_ids:
                 return ids[len(anchor_ids) :]
         return self.encode_text(text, origin)
 
@@ -117,12 +117,12 @@ class Tokenizer:
         """
         text_parts = []
         for is_known, group in itertools.groupby(np.asarray(ids).tolist(), key=self.known_ids.__contains__):
-            run_ids = list(group)
+            consecutive_ids = list(group)
             if is_known:
-                text = self._decode(self._anchor_ids + run_ids, skip_special_tokens)
+                text = self._decode(self._anchor_ids + consecutive_ids, skip_special_tokens)
                 text_parts.append(text.removeprefix(self._anchor_texts[skip_special_tokens]))
             else:
-                text_parts.append(_REPLACEMENT * len(run_ids))
+                text_parts.append(_REPLACEMENT * len(consecutive_ids))
         return "".join(text_parts)
 
     def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
@@ -171,9 +171,9 @@ class StopStrings:
         self.max_tokens = max(len(string.encode()) for string in strings) + _MARGIN
         self._tokenizer = tokenizer
         # Byte tokens such as "<0x0A>". Some decoders join consecutive byte tokens into characters.
-        backend = tokenizer.backend
-        byte_token_ids = backend.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
-        self._byte_ids = set(byte_token_ids) - {None, backend.unk_token_id}
+        hf_tokenizer = tokenizer.backend
+        byte_token_ids = hf_tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
+        self._byte_ids = set(byte_token_ids) - {None, hf_tokenizer.unk_token_id}
 
     def __call__(self, turns: Sequence[list[int]]) -> list[bool]:
         """Return, for each turn, whether the turn's last token completes a stop string.
@@ -187,12 +187,12 @@ class StopStrings:
         tail = ids[-self.max_tokens :]
         # No stop string spans an id that has no token: text matching starts over after such an id (`Tokenizer.decode`).
         known_ids = self._tokenizer.known_ids
-        first = max((i for i, token in enumerate(tail, 1) if token not in known_ids), default=0)
+        search_start = max((i for i, token in enumerate(tail, 1) if token not in known_ids), default=0)
         # Consecutive byte tokens decode to U+FFFD if some of them are invalid, for example if the tail begins inside a
         # character. A stop string within byte tokens begins at one of these tokens, so every such token is tried as the
         # start.
-        byte_starts = (i for i in range(first + 1, len(tail)) if tail[i] in self._byte_ids)
-        for start in itertools.chain([first], byte_starts):
+        byte_starts = (i for i in range(search_start + 1, len(tail)) if tail[i] in self._byte_ids)
+        for start in itertools.chain([search_start], byte_starts):
             text = self._tokenizer.decode(tail[start:], skip_special_tokens=False)
             # A string completed by an earlier token would have ended the turn there.
             string = next((string for string in self.strings if string in text), None)

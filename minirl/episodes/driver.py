@@ -32,7 +32,7 @@ from minirl.rollouts import (
     SampledSequence,
     Stream,
     TurnRecord,
-    join_streams,
+    concat_tokens,
     make_token_stream,
 )
 
@@ -147,7 +147,7 @@ class Driver:
             tokens=branch.engine_tokens,
         )
         previous_tokens = branch.engine_tokens.sequence.tokens_after_prompt if branch.turns else NO_TOKENS
-        self.tokens = join_streams(previous_tokens, make_token_stream(appended_ids))
+        self.tokens = concat_tokens(previous_tokens, make_token_stream(appended_ids))
         self._request = replace(
             branch.request,
             max_new_tokens=turn_start + min(remaining_tokens, turn_request.max_tokens or remaining_tokens),
@@ -206,10 +206,10 @@ class Driver:
         branches = [branch for branch in episode.branches if branch.turns]
         turns = [turn for branch in branches for turn in branch.turns]
         if not turns:
-            rejection = (
+            rejection_note = (
                 f"; the last turn request was rejected: {self.last_rejection}" if self.last_rejection else ""
             )
-            raise InputError(f"ended without a turn; a rollout must await at least one turn{rejection}")
+            raise InputError(f"ended without a turn; a rollout must await at least one turn{rejection_note}")
         if finish_reason is None:
             finish_reason = self.branch.finish_reason
         elif self.branch.turns:
@@ -233,13 +233,13 @@ class Driver:
     async def _run(self) -> None:
         reply: Reply = None
         try:
-            returned = await self._function(self.episode)
+            returned_rewards = await self._function(self.episode)
             refuse(
                 not self._turn_future.done(),
                 "ended while one of its turns was being sampled; await every turn",
             )
-            if returned is not None:
-                add_returned_rewards(self.episode.given_rewards, returned)
+            if returned_rewards is not None:
+                add_returned_rewards(self.episode.given_rewards, returned_rewards)
         except InputError as error:
             reply = error
         except (Exception, SystemExit, asyncio.CancelledError) as error:
@@ -275,7 +275,7 @@ class Driver:
 
     def _appended_ids(self, branch: Branch, turn_request: TurnRequest) -> list[int]:
         """Return the token ids that a turn request appends. Raises InputError, naming the function and row."""
-        end_id, origin = None, self.description
+        stop_token_id, origin = None, self.description
         if is_messages(turn_request.after):
             refuse(
                 not branch.turns,
@@ -284,10 +284,10 @@ class Driver:
             )
             is_chat = self._prompts.tokenizer.is_chat(branch.prompt)
             refuse(not is_chat, f"{origin}: messages cannot follow a text prompt; see --chat, or append text")
-            last = branch.turns[-1]
-            end_id = last.ids[-1] if last.finish_reason == "stop" else None
+            last_turn = branch.turns[-1]
+            stop_token_id = last_turn.ids[-1] if last_turn.finish_reason == "stop" else None
         tokenizer = self._prompts.tokenizer.with_tools(branch.tools)
-        return tokenizer.encode_between_turns(turn_request.after, origin, end_id=end_id)
+        return tokenizer.encode_between_turns(turn_request.after, origin, end_id=stop_token_id)
 
 
 @functools.cache

@@ -335,13 +335,13 @@ def _read_after(after: After | dict[str, str]) -> After:
 
 def checked_reward(value: Any, what: str) -> float:
     """Return a reward as a float. Raises InputError, prefixed with `what`, unless the value is a finite number."""
-    checked = validate_number(value)
-    if not isinstance(checked, float):
+    reward_or_error = validate_number(value)
+    if not isinstance(reward_or_error, float):
         raise InputError(
             f"{what} {short_repr(value)}; a reward must be a finite number with an absolute value of at most "
             f"{MAX_REWARD:g}"
         )
-    return checked
+    return reward_or_error
 
 
 # A rollout function returns a dict of rewards (None where a reward does not apply), a number (the reward named

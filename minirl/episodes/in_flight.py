@@ -68,8 +68,8 @@ class PromptsInFlight:
         ordinals = sorted(ordinal for ordinal, step in self.start_steps.items() if step < self.num_steps)
         num_expiring = 0
         for num_first, ordinal in enumerate(ordinals, 1):
-            num_later_steps = self.start_steps[ordinal] + self.max_staleness - self.num_steps
-            num_expiring = max(num_expiring, num_first - num_groups * num_later_steps)
+            num_steps_until_expiry = self.start_steps[ordinal] + self.max_staleness - self.num_steps
+            num_expiring = max(num_expiring, num_first - num_groups * num_steps_until_expiry)
         refuse(
             num_expiring > num_groups,
             f"--max-staleness {self.max_staleness}: {num_expiring} prompts expire, but this step takes only "

@@ -137,13 +137,13 @@ class EpisodeRunner:
         self._submit_turns(weight_version)
         last_active_at = time.perf_counter()
         with show_progress("generate", total=len(self._drivers), unit="completions") as bar:
-            while self.engine.is_decoding or len(self._waiting) < len(self._drivers):
+            while self.engine.has_unfinished_requests or len(self._waiting) < len(self._drivers):
                 num_open_episodes = len(self._drivers)
                 has_replies = self._handle_replies(0.0 if self.engine.any_rank_has_work else IDLE_WAIT_S)
                 self._submit_turns(weight_version)
                 self.queue.poll()
                 bar.update(num_open_episodes - len(self._drivers))
-                if has_replies or self.engine.is_decoding:
+                if has_replies or self.engine.has_unfinished_requests:
                     last_active_at = time.perf_counter()
                 elif budget < NO_BUDGET and time.perf_counter() - last_active_at > self.reply_wait_s:
                     break
@@ -154,8 +154,10 @@ class EpisodeRunner:
     def step_scope(self) -> Iterator[None]:
         """Release all engine requests at the end of the block; call `close` if the block raises."""
         # The event loop does not run between steps, so the time between steps does not count against the functions.
-        idle_s = time.monotonic() - self._step_ended_at
-        self._working_since = {driver: since + idle_s for driver, since in self._working_since.items()}
+        between_steps_s = time.monotonic() - self._step_ended_at
+        self._working_since = {
+            driver: since + between_steps_s for driver, since in self._working_since.items()
+        }
         try:
             yield
         except BaseException:
@@ -180,8 +182,8 @@ class EpisodeRunner:
         requests = []
         waiting, self._waiting = self._waiting, []
         for driver in waiting:
-            group = self._groups[driver.rollout_id.prompt_ordinal]
-            if driver.budget > 0 and all(member.has_begun for member in group):
+            group_drivers = self._groups[driver.rollout_id.prompt_ordinal]
+            if driver.budget > 0 and all(member.has_begun for member in group_drivers):
                 requests.append(driver.next_engine_request())
             else:
                 self._waiting.append(driver)
@@ -243,21 +245,21 @@ class EpisodeRunner:
         An invalid request raises InputError in the function, which may catch the error and continue.
         """
         try:
-            has_room = driver.begin_turn(turn_request)
+            has_token_room = driver.begin_turn(turn_request)
         except InputError as error:
             driver.fail(error)
             self._working_since[driver] = time.monotonic()
             return
-        if has_room:
+        if has_token_room:
             for message in driver.turn.inserted:
                 if message["role"] == "tool":
                     self.counts["tool_results"] += 1
                     self.counts["tool_errors"] += str(message["content"]).startswith(TOOL_ERROR)
-        if has_room and driver.episode.num_turns < self._max_turns:
+        if has_token_room and driver.episode.num_turns < self._max_turns:
             self._waiting.append(driver)
         else:
             driver.cancel()
-            self._end_episode(driver, "max_turns" if has_room else "length")
+            self._end_episode(driver, "max_turns" if has_token_room else "length")
 
     def _end_episode(self, driver: Driver, finish_reason: str | None, *, has_returned: bool = False) -> None:
         """End an episode after its last turn, and queue its group if the group is now complete.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minirl.rollouts import RewardedRollout, Rollout, RolloutId
 from minirl.training.advantages import have_zero_variance, select_groups, weighted_rewards
-from minirl.training.batch import RolloutInfo, SequenceInfo, gather_infos
+from minirl.training.batch import RolloutInfo, SequenceInfo, gather_rollout_infos
 
 
 @dataclass(frozen=True)
@@ -99,29 +99,29 @@ def select_step(
     replaces_zero_variance: whether to prefer groups whose first reward varies. Zero-variance groups then count as
     missing, and are dropped unless they are needed to fill the step.
     """
-    infos = gather_infos(rewarded)
+    rollout_infos = gather_rollout_infos(rewarded)
     # The infos are sorted by id, so the rollouts of one prompt are adjacent, and the greedy rollouts come last.
     rollouts_per_prompt = group_size + num_greedy
-    ordinals = torch.tensor([info.id.prompt_ordinal for info in infos[::rollouts_per_prompt]])
-    rewards = torch.tensor([info.rewards for info in infos], dtype=torch.float64)
-    rewards = rewards.view(len(ordinals), rollouts_per_prompt, len(reward_weights))
+    prompt_ordinals = torch.tensor([info.id.prompt_ordinal for info in rollout_infos[::rollouts_per_prompt]])
+    rewards = torch.tensor([info.rewards for info in rollout_infos], dtype=torch.float64)
+    rewards = rewards.view(len(prompt_ordinals), rollouts_per_prompt, len(reward_weights))
 
-    is_zero_variance = torch.zeros(len(ordinals), dtype=torch.bool)
+    is_zero_variance = torch.zeros(len(prompt_ordinals), dtype=torch.bool)
     if replaces_zero_variance:
         is_zero_variance = have_zero_variance(rewards[:, :group_size, 0])
-    selected = select_groups(is_zero_variance, num_groups)
-    selected_ordinals = frozenset(ordinals[selected].tolist())
-    finished_prompts = selected_ordinals.union(ordinals[is_zero_variance].tolist())
+    selected_group_index = select_groups(is_zero_variance, num_groups)
+    selected_prompt_ordinals = frozenset(prompt_ordinals[selected_group_index].tolist())
+    finished_prompts = selected_prompt_ordinals.union(prompt_ordinals[is_zero_variance].tolist())
 
     def is_selected(rollout_id: RolloutId) -> bool:
-        return rollout_id.prompt_ordinal in selected_ordinals and rollout_id.sample < group_size
+        return rollout_id.prompt_ordinal in selected_prompt_ordinals and rollout_id.sample < group_size
 
-    local_ids = [one for one in rewarded if is_selected(one.rollout.rollout_id)]
+    local_rollouts = [one for one in rewarded if is_selected(one.rollout.rollout_id)]
     groups = Groups(
-        rewarded_rollouts=sorted(local_ids, key=lambda one: one.rollout.rollout_id),
-        rollout_infos=[info for info in infos if is_selected(info.id)],
-        rewards=rewards[selected][:, :group_size],
-        greedy_rewards=rewards[selected][:, group_size:],
+        rewarded_rollouts=sorted(local_rollouts, key=lambda one: one.rollout.rollout_id),
+        rollout_infos=[info for info in rollout_infos if is_selected(info.id)],
+        rewards=rewards[selected_group_index][:, :group_size],
+        greedy_rewards=rewards[selected_group_index][:, group_size:],
         reward_weights=reward_weights,
     )
     return Selection(

@@ -17,7 +17,7 @@ from minirl.ranks.process_group import print0, select_device
 from minirl.run.budget import Machine, num_parameters
 from minirl.run.config import RunConfig
 from minirl.run.embedded_model import CONFIG, save_tokenizer
-from minirl.run.inputs import load_prompts, load_rewards, load_rollout, load_task
+from minirl.run.inputs import load_prompts, load_rewards, load_rollout_function, load_task
 from minirl.run.planning import plan, this_machine, workload
 
 SHOWN_CHARACTERS = 400  # maximum length of the printed prompt
@@ -35,7 +35,7 @@ def print_plan(
     Not collective. Reads only the data, config.json and the tokenizer. Takes the same arguments as `Setup`. Raises
     InputError, naming the flags to change, for invalid inputs and for a run that does not fit into memory.
     """
-    user_rollout = load_rollout(config)
+    user_rollout = load_rollout_function(config)
     task = load_task(config, has_rewards=rewards is not None)
     load_rewards(config, task)
     with tempfile.TemporaryDirectory() as temporary:
@@ -74,7 +74,7 @@ def _machine(config: RunConfig) -> Machine:
     Raises InputError for an invalid --gpus.
     """
     if config.gpus is None:
-        return this_machine(select_device(may_use_cpu=config.is_embedded))
+        return this_machine(select_device(may_use_cpu=config.uses_bundled_model))
     found = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5}(?:\.\d+)?)", config.gpus, re.ASCII)
     if not found:
         raise InputError(

@@ -23,10 +23,10 @@ def open_new_file(path: Path) -> Iterator[BinaryIO]:
 
 def replace_file(path: Path, content: str) -> None:
     """Write a text file atomically: readers see either the complete old content or the complete new content."""
-    temporary = path.with_name(f".half-{path.name}")
-    with open_new_file(temporary) as file:
+    temporary_path = path.with_name(f".half-{path.name}")
+    with open_new_file(temporary_path) as file:
         file.write(content.encode())
-    os.replace(temporary, path)
+    os.replace(temporary_path, path)
 
 
 def append_all_or_nothing(path: Path, content: bytes) -> None:
@@ -63,9 +63,9 @@ def publish(staging_folder: Path, folder: Path) -> None:
 
 def remove_folder(folder: Path) -> None:
     """Rename a folder, then delete it, so that a half-deleted folder never has the name of a complete folder."""
-    renamed = folder.with_name(f".old-{folder.name}")
-    os.rename(folder, renamed)
-    shutil.rmtree(renamed, ignore_errors=True)
+    renamed_folder = folder.with_name(f".old-{folder.name}")
+    os.rename(folder, renamed_folder)
+    shutil.rmtree(renamed_folder, ignore_errors=True)
 
 
 def fsync_path(path: Path) -> None:

@@ -96,13 +96,13 @@ class BlockPool:
 
     def extend(self, rows: IntArray) -> None:
         """Add space for one more token to each of these sequences [n]. Enough blocks must be free (`can_extend`)."""
-        full_rows = rows[self.last_block_is_full(rows)]
-        if len(full_rows):
-            blocks = [heapq.heappop(self.free) for _ in full_rows]
+        rows_with_full_block = rows[self.last_block_is_full(rows)]
+        if len(rows_with_full_block):
+            blocks = [heapq.heappop(self.free) for _ in rows_with_full_block]
             self.ref_counts[blocks] = 1
-            columns = self.lengths[full_rows] // self.block_size
+            columns = self.lengths[rows_with_full_block] // self.block_size
             self.tables = grow_array(self.tables, 0, int(columns.max()) + 1)
-            self.tables[full_rows, columns] = blocks
+            self.tables[rows_with_full_block, columns] = blocks
         self.lengths[rows] += 1
 
     def remove(self, row: int) -> None:

@@ -135,17 +135,17 @@ class Engine:
     @property
     def is_busy(self) -> bool:
         """Whether any request is queued, running or parked between turns."""
-        return self.is_decoding or bool(self._table.parked)
+        return self.has_unfinished_requests or bool(self._table.parked)
 
     @property
-    def is_decoding(self) -> bool:
+    def has_unfinished_requests(self) -> bool:
         """Whether `step` has work: a request is queued or running, or has appended tokens left to prefill."""
-        return self._table.is_decoding
+        return self._table.has_unfinished_requests
 
     @property
     def any_rank_has_work(self) -> bool:
         """Whether `step` has work or any other rank that shares the model's layers had tokens in the last pass."""
-        return self.is_decoding or self._last_pass.others_have_tokens
+        return self.has_unfinished_requests or self._last_pass.other_ranks_have_tokens
 
     @property
     def lacks_blocks(self) -> bool:
@@ -170,7 +170,7 @@ class Engine:
 
         Return the finished sequences. Collective among ranks that share the model's layers.
         """
-        if not self.is_decoding:
+        if not self.has_unfinished_requests:
             self._help_other_ranks()
             return []
         table = self._table
@@ -184,17 +184,17 @@ class Engine:
             finished: list[SampledSequence] = []
             # An asynchronous step can be launched while tokens are unread, unless a request may have to be preempted. A
             # preempted request is recomputed from its tokens, so the host must have read all of them.
-            rows = table.rows_below_limit()
+            rows = table.rows_below_max_length()
             if not (self.async_decoding and self._cache.blocks.can_extend(rows)):
                 finished += table.drain_readbacks()
-                rows = table.rows_below_limit()
+                rows = table.rows_below_max_length()
             rows = table.extend(rows)
             if len(rows):
                 self._decode_step(rows)
             # With asynchronous decoding, the next call reads the tokens of the step just launched. The device runs the
             # launched step while the host handles finished requests and prepares the next step.
-            leaves_unread = self.async_decoding and len(rows) > 0
-            finished += table.drain_readbacks(num_unread=int(leaves_unread))
+            leaves_step_unread = self.async_decoding and len(rows) > 0
+            finished += table.drain_readbacks(num_unread=int(leaves_step_unread))
         if not self.is_busy:
             self._end_generation_phase()
         return finished
@@ -211,7 +211,7 @@ class Engine:
         """
         self.submit(requests, weight_version=weight_version)
         finished: dict[RolloutId, SampledSequence] = {}
-        while self.is_decoding:
+        while self.has_unfinished_requests:
             finished |= {sequence.rollout_id: sequence for sequence in self.step()}
         return [finished[request.rollout_id] for request in requests]
 
@@ -241,7 +241,7 @@ class Engine:
         model = self.model
         if model.shard_group is not None:
             num_rows = max(len(tokens), model.min_rows)
-            self._last_pass = model.shard_group.begin_pass(
+            self._last_pass = model.shard_group.begin_forward_pass(
                 num_rows, has_tokens=len(tokens) > 0, is_done=is_done
             )
             if not self._last_pass.any_rank_has_tokens:
@@ -259,7 +259,7 @@ class Engine:
             return True
         empty_layout = PackedLayout((), self.device)
         self._forward(empty_layout.positions, empty_layout, is_done=is_done)
-        return self._last_pass.all_are_done
+        return self._last_pass.all_ranks_done
 
     def _end_generation_phase(self) -> None:
         """Free the finished requests' memory, and the cache memory unless `keeps_cache` is set."""
@@ -280,8 +280,8 @@ class Engine:
             hidden = self._forward(to_device(ids, self.device), layout)
             self.stats.prefill_tokens += len(ids)
             # Indexing copies the last states. A view would keep all hidden states of the prefill alive.
-            last = to_device(layout.lengths.cumsum() - 1, self.device)
-            for group, state in zip(unprefilled_groups, hidden[last], strict=True):
+            last_token_indices = to_device(layout.lengths.cumsum() - 1, self.device)
+            for group, state in zip(unprefilled_groups, hidden[last_token_indices], strict=True):
                 group.hidden = state
         rows: list[int] = []
         states: list[Tensor] = []
@@ -304,24 +304,24 @@ class Engine:
         """
         table = self._table
         cache = self._cache
-        chunks = table.next_appended_chunks()
-        if not chunks:
+        chunks_by_row = table.next_appended_chunks()
+        if not chunks_by_row:
             return
-        rows = np.array(list(chunks))
-        chunk_lengths = np.array(list(map(len, chunks.values())))
+        rows = np.array(list(chunks_by_row))
+        chunk_lengths = np.array(list(map(len, chunks_by_row.values())))
         end_positions = cache.blocks.lengths[rows]
         positions = concatenated_ranges(end_positions - chunk_lengths, chunk_lengths)
         token_rows = rows.repeat(chunk_lengths)
-        inputs = cache.begin_step(token_rows, positions)
-        tokens, *uploaded = self._to_device(np.concatenate(list(chunks.values())), *inputs)
+        cache_inputs = cache.begin_step(token_rows, positions)
+        tokens, *uploaded = self._to_device(np.concatenate(list(chunks_by_row.values())), *cache_inputs)
         layout = cache.decode_layout(*uploaded, tokens_per_sequence=tuple(chunk_lengths.tolist()))
         hidden = self._forward(tokens, layout)
         self.stats.prefill_tokens += len(token_rows)
-        is_prefilled = end_positions == table.columns["length"][rows]
-        table.appended.extendleft(reversed(rows[~is_prefilled].tolist()))
-        if is_prefilled.any():
-            last_token_indices = to_device(chunk_lengths.cumsum()[is_prefilled] - 1, self.device)
-            self._start_requests(rows[is_prefilled], hidden[last_token_indices])
+        is_fully_prefilled = end_positions == table.columns["length"][rows]
+        table.appended.extendleft(reversed(rows[~is_fully_prefilled].tolist()))
+        if is_fully_prefilled.any():
+            last_token_indices = to_device(chunk_lengths.cumsum()[is_fully_prefilled] - 1, self.device)
+            self._start_requests(rows[is_fully_prefilled], hidden[last_token_indices])
 
     def _start_requests(self, rows: IntArray, states: Tensor) -> None:
         """Start the requests in these rows [n]: sample their next tokens from the hidden states `states` [n, D]."""

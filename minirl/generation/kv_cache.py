@@ -32,7 +32,13 @@ from minirl.model.attention import (
     to_device,
 )
 from minirl.model.config import ModelConfig
-from minirl.model.portable_attention import BLOCK, DecodeIndex, index_decode, mask_keys, min_invariant_queries
+from minirl.model.portable_attention import (
+    BLOCK,
+    DecodeIndex,
+    additive_causal_mask,
+    build_decode_index,
+    min_invariant_queries,
+)
 
 
 class KVCache:
@@ -81,8 +87,8 @@ class KVCache:
     @property
     def prefill_chunk_size(self) -> int:
         """Chunk size for appended tokens: a step computes a sequence's tokens up to the next multiple of this size."""
-        states = self.pool.states
-        return self.block_size if states is None else states.chunk_size
+        recurrent_states = self.pool.states
+        return self.block_size if recurrent_states is None else recurrent_states.chunk_size
 
     def release_memory(self) -> None:
         """Free the cache memory. No sequence in the cache may be read afterwards."""
@@ -97,14 +103,16 @@ class KVCache:
         length = int(self.blocks.lengths[parent])
         blocks = self.blocks.sequence_blocks(parent)
         full_blocks = blocks[: length // self.block_size]
-        forks = [self.blocks.add(length, full_blocks) for _ in range(num_forks)]
-        if forks and len(full_blocks) < len(blocks):
-            copies = to_device(np.array([self.blocks.sequence_blocks(row)[-1] for row in forks]), self.device)
+        fork_rows = [self.blocks.add(length, full_blocks) for _ in range(num_forks)]
+        if fork_rows and len(full_blocks) < len(blocks):
+            copied_blocks = to_device(
+                np.array([self.blocks.sequence_blocks(row)[-1] for row in fork_rows]), self.device
+            )
             for pool in (self.pool.keys, self.pool.values):
-                pool[:, copies] = pool[:, blocks[-1], None].clone()
-        if forks and self.has_states:
-            self.pool.states.fork(parent, forks)
-        return forks
+                pool[:, copied_blocks] = pool[:, blocks[-1], None].clone()
+        if fork_rows and self.has_states:
+            self.pool.states.fork(parent, fork_rows)
+        return fork_rows
 
     def prefill_layout(self, rows: Sequence[int]) -> PackedLayout:
         """Build the layout for prefilling these sequences, packed end to end. The forward pass fills the cache."""
@@ -144,12 +152,12 @@ class KVCache:
         tokens_per_sequence: number of tokens per sequence; None if each sequence has one token.
         """
         slot_mapping = SlotMapping(self.pool, rows, blocks, positions % self.block_size)
-        metadata: PagedMetadata | PortableMetadata
+        attention_metadata: PagedMetadata | PortableMetadata
         if self._metadata_builder is None:
-            metadata = PagedMetadata(tables, (positions + 1).int())
+            attention_metadata = PagedMetadata(tables, (positions + 1).int())
         else:
-            metadata = self._metadata_builder.build(tables, positions)
-        return DecodeLayout(positions, slot_mapping, metadata, tokens_per_sequence)
+            attention_metadata = self._metadata_builder.build(tables, positions)
+        return DecodeLayout(positions, slot_mapping, attention_metadata, tokens_per_sequence)
 
 
 class PortableMetadataBuilder:
@@ -160,7 +168,7 @@ class PortableMetadataBuilder:
         groups = config.num_attention_heads // config.num_key_value_heads
         num_queries = min_invariant_queries(config.head_dim, dtype) or 1
         self._index = functools.partial(
-            index_decode,
+            build_decode_index,
             num_kv_heads=config.num_key_value_heads,
             groups=groups,
             # Minimum number of slots per block and KV head (see `DecodeIndex`).
@@ -173,9 +181,9 @@ class PortableMetadataBuilder:
     def build(self, block_tables: Tensor, positions: Tensor) -> PortableMetadata:
         """Return the index and the mask for each window size; see `KVCache.decode_layout` for the arguments."""
         num_blocks = positions.numpy()[:, None] // BLOCK + 1
-        column = np.arange(num_blocks.max())
+        table_columns = np.arange(num_blocks.max())
         trimmed_block_tables = np.where(
-            column < num_blocks, block_tables.numpy()[:, : len(column)], np.int32(-1)
+            table_columns < num_blocks, block_tables.numpy()[:, : len(table_columns)], np.int32(-1)
         )
         if not np.array_equal(trimmed_block_tables, self._tables):
             self._tables = trimmed_block_tables
@@ -184,6 +192,6 @@ class PortableMetadataBuilder:
             }
         # All heads share the mask.
         return {
-            window: (index, mask_keys(index.keys, positions[:, None], window)[:, None])
+            window: (index, additive_causal_mask(index.keys, positions[:, None], window)[:, None])
             for window, index in self._indices.items()
         }

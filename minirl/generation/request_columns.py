@@ -9,7 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minirl.generation.block_pool import IntArray, grow_array
-from minirl.rollouts import TOKEN, Request, SampledSequence, StopTest, Stream, join_streams, make_token_stream
+from minirl.rollouts import (
+    TOKEN,
+    Request,
+    SampledSequence,
+    StopTest,
+    Stream,
+    concat_tokens,
+    make_token_stream,
+)
 
 # Lengths include the prompt. `length`: number of tokens that the host has read; asynchronous decoding may have launched
 # one more token. `max_length`: length limit for the current turn. The other columns are sampling parameters.
@@ -108,7 +116,7 @@ class RequestColumns:
         request = self.requests[row]
         num_prompt_tokens = len(request.prompt_ids)
         return SampledSequence(
-            stream=join_streams(make_token_stream(request.prompt_ids), self.tokens(row, num_prompt_tokens)),
+            stream=concat_tokens(make_token_stream(request.prompt_ids), self.tokens(row, num_prompt_tokens)),
             num_prompt_tokens=num_prompt_tokens,
             rollout_id=request.rollout_id,
             finish_reason=finish_reason,
@@ -124,10 +132,10 @@ class RequestColumns:
                 rows_with_test.setdefault(stop_test, []).append(row)
         stopped_rows: set[int] = set()
         for stop_test, tested_rows in rows_with_test.items():
-            turn_ids = []
+            turn_token_ids = []
             for row in tested_rows:
                 request = self.requests[row]
                 ids = self.tokens(row, len(request.prompt_ids) + request.turn_start)["id"]
-                turn_ids.append(ids[-stop_test.max_tokens :].tolist())
-            stopped_rows.update(itertools.compress(tested_rows, stop_test(turn_ids)))
+                turn_token_ids.append(ids[-stop_test.max_tokens :].tolist())
+            stopped_rows.update(itertools.compress(tested_rows, stop_test(turn_token_ids)))
         return stopped_rows

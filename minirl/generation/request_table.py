@@ -45,7 +45,7 @@ from minirl.rollouts import (
     RolloutId,
     SampledSequence,
     Stream,
-    join_streams,
+    concat_tokens,
     make_token_stream,
 )
 
@@ -64,7 +64,7 @@ class PrefixGroup:
     def __init__(self, *requests: Request):
         self.requests = deque(requests)
         first_request = requests[0]
-        self.prefix: IntArray = join_streams(
+        self.prefix: IntArray = concat_tokens(
             make_token_stream(first_request.prompt_ids), first_request.sampled
         )["id"]
         self.row: int | None = None
@@ -111,7 +111,7 @@ class RequestTable:
         self.columns = RequestColumns(self._num_rows)
 
     @property
-    def is_decoding(self) -> bool:
+    def has_unfinished_requests(self) -> bool:
         """Whether any request is queued, is running, or still has appended tokens to prefill."""
         return bool(len(self.running) or self.queue or self.appended)
 
@@ -219,17 +219,17 @@ class RequestTable:
         rows = np.array([*self.running, *self.appended, *self.parked.values()], np.int64)
         new_lengths = self.columns["length"][rows] + self.headroom_tokens
         new_lengths = np.minimum(new_lengths, self.columns["max_length"][rows])
-        lengths = self._blocks.lengths[rows]
+        cached_lengths = self._blocks.lengths[rows]
         # The newest token of each request need not be cached.
-        num_new_tokens = new_lengths - 1 - lengths
-        return int(self._blocks.num_new_blocks(lengths, num_new_tokens.clip(min=0)).sum())
+        num_new_tokens = new_lengths - 1 - cached_lengths
+        return int(self._blocks.num_new_blocks(cached_lengths, num_new_tokens.clip(min=0)).sum())
 
     def assign_rows(self, group: PrefixGroup, requests: Sequence[Request]) -> list[int]:
         """Assign rows to a group's admitted requests after the prefill of the group's prefix; return the rows."""
         assert group.row is not None
-        is_last = not group.requests
-        rows = self.cache.fork(group.row, len(requests) - is_last)
-        if is_last:
+        takes_prefix_row = not group.requests
+        rows = self.cache.fork(group.row, len(requests) - takes_prefix_row)
+        if takes_prefix_row:
             rows.append(group.row)
         for row, request in zip(rows, requests, strict=True):
             self.columns.put_request(row, request)
@@ -239,7 +239,7 @@ class RequestTable:
         """Add the requests in these rows [n] to the batch, as the youngest running requests."""
         self.running = np.concatenate([self.running, rows])
 
-    def rows_below_limit(self) -> IntArray:
+    def rows_below_max_length(self) -> IntArray:
         """Return the rows of running requests that are below their limits, counting unread tokens."""
         rows = self.running
         # The last token of a request is never cached.
@@ -273,8 +273,8 @@ class RequestTable:
         while self.appended and len(self.running) + len(chunks) < self.max_running and token_budget > 0:
             row = self.appended.popleft()
             length = int(self._blocks.lengths[row])
-            num_remaining = self.cache.prefill_chunk_size - length % self.cache.prefill_chunk_size
-            ids = self.columns.tokens(row, length)["id"][: min(token_budget, num_remaining)]
+            num_tokens_to_boundary = self.cache.prefill_chunk_size - length % self.cache.prefill_chunk_size
+            ids = self.columns.tokens(row, length)["id"][: min(token_budget, num_tokens_to_boundary)]
             rows = np.array([row])
             while not self._blocks.can_extend(rows):
                 if not self._evict():

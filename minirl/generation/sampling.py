@@ -20,7 +20,7 @@ from minirl.rollouts import MAX_TOP_K
 
 PURPOSES = {"train": 1, "eval": 2}
 _MASK_64 = (1 << 64) - 1
-# Number of tokens per block in the two-level search of `inverse_cdf`.
+# Number of tokens per block in the two-level search of `sample_by_inverse_cdf`.
 CDF_BLOCK = 512
 
 Number = TypeVar("Number", int, Tensor)
@@ -73,7 +73,7 @@ def request_key(seed: int, *, purpose: str, prompt_ordinal: int, sample: int, br
     return _to_signed(key)
 
 
-def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
+def seeded_uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """Return uniform random numbers, fp64 [B], in [0, 1) for int64 `keys` [B] and token `positions` [B]."""
     random_bits = _splitmix64(_splitmix64(keys) + positions)
     # A double represents 53 bits exactly, so the upper 53 of the 64 bits become a multiple of 2^-53.
@@ -81,13 +81,13 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     return upper_bits.double() * 2.0**-53
 
 
-def inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
+def sample_by_inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
     """Return the first tokens [B] at which the cumulative distribution of `logprobs` [B, V] exceeds `uniform` [B]."""
     batch_size, vocab_size = logprobs.shape
     if vocab_size <= CDF_BLOCK:
         cdf = logprobs.double().exp().cumsum(-1)
-        target = uniform[:, None] * cdf[:, -1:]
-        return _first_index_above(cdf, target)[:, 0]
+        target_cdf = uniform[:, None] * cdf[:, -1:]
+        return _first_index_above(cdf, target_cdf)[:, 0]
 
     # Search in two levels: first find the block of CDF_BLOCK tokens that contains the target, then the token in that
     # block. A cumulative sum over the whole vocabulary would need a second fp64 tensor [B, V]. The uniform number is
@@ -98,20 +98,20 @@ def inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
     )
     padded_logprobs[:, :vocab_size] = logprobs
     probs = padded_logprobs.exp_().view(batch_size, -1, CDF_BLOCK)
-    block_ends = probs.sum(-1).cumsum(-1)  # the cdf at the end of each block, [B, V / CDF_BLOCK]
-    target = uniform[:, None] * block_ends[:, -1:]
-    block = _first_index_above(block_ends, target)
-    block_starts = F.pad(block_ends, (1, 0))
-    target_in_block = target - block_starts.gather(1, block)
-    row = torch.arange(batch_size, device=block.device)
-    cdf = probs[row, block[:, 0]].cumsum(-1)
+    block_end_cdf = probs.sum(-1).cumsum(-1)  # the cdf at the end of each block, [B, V / CDF_BLOCK]
+    target_cdf = uniform[:, None] * block_end_cdf[:, -1:]
+    vocab_block = _first_index_above(block_end_cdf, target_cdf)
+    cdf_at_block_starts = F.pad(block_end_cdf, (1, 0))
+    target_in_block = target_cdf - cdf_at_block_starts.gather(1, vocab_block)
+    row = torch.arange(batch_size, device=vocab_block.device)
+    cdf = probs[row, vocab_block[:, 0]].cumsum(-1)
     # The two levels round differently, so the target may lie beyond the end of its block. In that case, take the
     # block's last token with nonzero probability, at which the block's CDF first reaches its final value.
     block_prob = cdf[:, -1:].contiguous()
-    last_possible_index = torch.searchsorted(cdf, block_prob)
+    last_nonzero_index = torch.searchsorted(cdf, block_prob)
     first_index_above = _first_index_above(cdf, target_in_block)
-    index_in_block = torch.minimum(first_index_above, last_possible_index)
-    token = block * CDF_BLOCK + index_in_block
+    index_in_block = torch.minimum(first_index_above, last_nonzero_index)
+    token = vocab_block * CDF_BLOCK + index_in_block
     return token[:, 0].clamp_(max=vocab_size - 1)
 
 
@@ -146,7 +146,7 @@ def sample(
     vocab_chunk: number of vocabulary tokens per matmul with the head; on CUDA, one matmul covers the whole vocabulary.
     """
     keys, temperature, *truncation = sampling_params
-    uniform = uniforms(keys, positions)
+    uniform = seeded_uniforms(keys, positions)
     is_on_cpu = hidden.device.type == "cpu"
     divisor = logit_divisor(temperature)
     if is_on_cpu:
@@ -154,13 +154,13 @@ def sample(
     else:
         logits = chunk_logits(hidden, head, divisor)
     if truncation:
-        truncate(logits, temperature, *truncation)
+        apply_top_k_top_p(logits, temperature, *truncation)
     chunk_logsumexps = None
     if is_on_cpu and logits.shape[1] > vocab_chunk:
         logit_chunks = logits.split(vocab_chunk, -1)
         chunk_logsumexps = torch.stack([chunk.contiguous().logsumexp(-1) for chunk in logit_chunks], -1)
     logprobs = log_softmax(logits, chunk_logsumexps)
-    tokens = inverse_cdf(logprobs, uniform)
+    tokens = sample_by_inverse_cdf(logprobs, uniform)
     is_greedy = temperature == 0
     if not is_on_cpu or is_greedy.any():  # on CUDA, this check would make the host wait
         greedy_tokens = logits.argmax(-1)
@@ -169,7 +169,7 @@ def sample(
     return torch.stack([tokens.int(), token_logprobs.float().view(torch.int32)])
 
 
-def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> None:
+def apply_top_k_top_p(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> None:
     """Mask tokens excluded by top-k or top-p by setting their logits to -inf, as transformers' logits processors do.
 
     Modifies the logits in place. The logits are fp32 [B, V] and already divided by the temperature. top_k and top_p [B]
@@ -177,11 +177,11 @@ def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) 
     """
     num_top_logits = min(MAX_TOP_K, logits.shape[1])
     top_logits, ids = logits.topk(num_top_logits)
-    is_kept = torch.arange(num_top_logits, device=logits.device) < top_k[:, None]
-    probs = top_logits.double().masked_fill(~is_kept, -torch.inf).softmax(-1)
+    is_kept_token = torch.arange(num_top_logits, device=logits.device) < top_k[:, None]
+    probs = top_logits.double().masked_fill(~is_kept_token, -torch.inf).softmax(-1)
     cum_prob_before = probs.cumsum(-1) - probs
     # With top_p 1, keep all tokens, even a token whose preceding cumulative probability rounds to 1.
-    is_kept &= (cum_prob_before < top_p[:, None]) | (top_p[:, None] == 1)
-    is_removed = torch.ones_like(logits, dtype=torch.bool).scatter_(1, ids, ~is_kept)
-    is_removed &= ((top_k > 0) & (temperature > 0))[:, None]
-    logits.masked_fill_(is_removed, -torch.inf)
+    is_kept_token &= (cum_prob_before < top_p[:, None]) | (top_p[:, None] == 1)
+    is_removed_token = torch.ones_like(logits, dtype=torch.bool).scatter_(1, ids, ~is_kept_token)
+    is_removed_token &= ((top_k > 0) & (temperature > 0))[:, None]
+    logits.masked_fill_(is_removed_token, -torch.inf)

@@ -8,8 +8,8 @@ All kernels compute the same attention. Packed sequences use flash-attn or torch
 head dimension up to 256 and a multiple of 8); all other cases use `portable_attention`. Decoding uses `paged_attention`
 on CUDA and `portable_attention` on the CPU.
 
-Positions start at 0 in each sequence. Attention is always causal; with window w, a token attends to itself and the
-w - 1 tokens before it. Only the portable kernel takes a mask, built by `portable_attention.index_packed` for packed
+Positions start at 0 in each sequence. Attention is always causal; with window w, a token attends to itself and the w -
+1 tokens before it. Only the portable kernel takes a mask, built by `portable_attention.build_packed_index` for packed
 sequences and by `generation.kv_cache` for decoding. The other kernels take lengths and a window. `padding` handles
 padding.
 
@@ -197,7 +197,7 @@ class PackedLayout(_Memo):
         return self._cumulative_lengths(self.lengths)
 
     @functools.cached_property
-    def cu_queries(self) -> Tensor:
+    def cu_seqlens_q(self) -> Tensor:
         """Cumulative query counts: where each sequence starts among the T' computed tokens, and T'; int32 [N + 1]."""
         return self._cumulative_lengths(self.query_lengths)
 
@@ -279,7 +279,7 @@ def _portable_index(
     layout: PackedLayout, window: int | None, num_kv_heads: int
 ) -> portable_attention.PackedIndex:
     """Build the portable kernel's index for this window and number of KV heads."""
-    return portable_attention.index_packed(layout.sequences, layout.hidden_index, window, num_kv_heads)
+    return portable_attention.build_packed_index(layout.sequences, layout.hidden_index, window, num_kv_heads)
 
 
 def _attend_varlen(
@@ -307,7 +307,7 @@ def _attend_varlen(
             k = k.repeat_interleave(groups, 1)
             v = v.repeat_interleave(groups, 1)
     max_lengths = int(layout.query_lengths.max()), int(layout.lengths.max())
-    return attend_sequences(q, k, v, layout.cu_queries, layout.cu_seqlens, *max_lengths, **kernel_options)
+    return attend_sequences(q, k, v, layout.cu_seqlens_q, layout.cu_seqlens, *max_lengths, **kernel_options)
 
 
 @functools.cache

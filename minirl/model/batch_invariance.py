@@ -80,11 +80,11 @@ PROBE_PERIOD_SHORT_SUMS = 523
 VECTOR_WIDTH = 32
 
 
-# Results of `measured` functions, keyed by function, arguments and settings.
+# Results of `cache_measurement` functions, keyed by function, arguments and settings.
 _measurements: dict[Any, Any] = {}
 
 
-def measured(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+def cache_measurement(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Cache a function's measurements, keyed by its arguments and the settings that affect the choice of kernels."""
 
     @functools.wraps(function)
@@ -148,7 +148,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class _Matmul(torch.autograd.Function):
-    """`F.linear` computed by `_matmul_in_form` in `matmul_dtype`.
+    """`F.linear` computed by `_batch_invariant_matmul` in `matmul_dtype`.
 
     Backward neither tiles nor pads: gradients need not be batch-invariant.
     """
@@ -161,7 +161,7 @@ class _Matmul(torch.autograd.Function):
         # The matmul itself adds the bias, just as it does without padding. A separate addition would round twice.
         upcast_bias = None if bias is None else pad_rows(bias.to(upcast_dtype), MIN_COLUMNS)
         product = functools.partial(F.linear, bias=upcast_bias)
-        return _matmul_in_form(product, x.to(upcast_dtype), weight.to(upcast_dtype), form).to(x.dtype)
+        return _batch_invariant_matmul(product, x.to(upcast_dtype), weight.to(upcast_dtype), form).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
@@ -179,7 +179,7 @@ class _Matmul(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-def _matmul_in_form(
+def _batch_invariant_matmul(
     product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, form: MatmulForm
 ) -> Tensor:
     """Return the contiguous product [T, out], computed in this form and with at least MIN_COLUMNS columns."""
@@ -231,7 +231,7 @@ def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     if hidden.device.type != "cpu":
         return _head_matmul(hidden, weight)
     form = matmul_form(weight.shape[1], len(weight), matmul_dtype(hidden.dtype), is_head=True)
-    return _matmul_in_form(_head_matmul, hidden, weight, form)
+    return _batch_invariant_matmul(_head_matmul, hidden, weight, form)
 
 
 def _head_matmul(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ def _head_matmul(hidden: Tensor, weight: Tensor) -> Tensor:
     return mm_fp32_out(hidden, weight.t(), hidden.dtype)
 
 
-@measured
+@cache_measurement
 def matmul_form(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool = False) -> MatmulForm:
     """Return the fastest form in which each row of x [T, in] @ W [in, out] is bitwise identical for every T.
 
@@ -253,18 +253,18 @@ def matmul_form(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool 
     (x,), (weight,) = cancelling_operands(1, num_distinct_rows, num_in, num_columns, dtype)
     product = _head_matmul if is_head else F.linear
     row_counts = [
-        repeated_x
-        for repeated_x in PROBED_ROWS
-        if repeated_x <= 513 or repeated_x * weight.numel() <= MAX_PROBED_WORK
+        num_rows
+        for num_rows in PROBED_ROWS
+        if num_rows <= 513 or num_rows * weight.numel() <= MAX_PROBED_WORK
     ]
     num_repeats = -(-row_counts[-1] // num_distinct_rows)
     repeated_x = x.repeat(num_repeats, 1)
     # For small row counts, test several slices, so that the slices cover every distinct row.
     slices = [slice(i, i + n) for n in row_counts for i in range(0, max(1, num_distinct_rows - n + 1), n)]
     for form in FORMS:
-        expected = _matmul_in_form(product, x, weight, form).repeat(num_repeats, 1)
+        expected = _batch_invariant_matmul(product, x, weight, form).repeat(num_repeats, 1)
         if all(
-            torch.equal(_matmul_in_form(product, repeated_x[part], weight, form), expected[part])
+            torch.equal(_batch_invariant_matmul(product, repeated_x[part], weight, form), expected[part])
             for part in slices
         ):
             return form

@@ -118,13 +118,13 @@ def read_config(folder: Path, *, scalar_head: bool | None = None) -> ModelConfig
     scalar_head: True rejects a language model; False rejects a sequence classifier; None accepts both.
     Raises InputError, naming the folder and the unsupported key.
     """
-    raw = read_json_object(model_file(folder, "config.json"))
+    raw_config = read_json_object(model_file(folder, "config.json"))
     try:
-        config = config_from_dict(raw)
+        config = config_from_dict(raw_config)
         if config.hf_backend is None and importlib.util.find_spec("minirl.extras.hf_models"):
             from minirl.extras.hf_models.types import check_native
 
-            check_native(_text_config(raw), config_from_dict)
+            check_native(_text_config(raw_config), config_from_dict)
     except Exception as error:  # a value of the wrong type may raise anything
         reason = error if isinstance(error, InputError) else f"config.json: cannot be read: {error!r}"
         raise InputError(f"{folder}: {reason}") from None
@@ -159,15 +159,19 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     layer_types = _layer_types(keys)
     fields["layer_ropes"] = _layer_ropes(config, keys, layer_types, head_dim)
     if keys["rope_parameters"].get("rope_type") == "yarn":
-        fields["max_position_embeddings"] = _yarn_positions(keys)
+        fields["max_position_embeddings"] = _max_yarn_positions(keys)
     fields["layer_windows"] = tuple(
         keys["sliding_window"] if layer_type == "sliding_attention" else None for layer_type in layer_types
     )
     if "query_pre_attn_scalar" in keys:
         fields["query_multiplier"] = 1 / math.sqrt(keys["query_pre_attn_scalar"]) / (1 / math.sqrt(head_dim))
     if "linear_attention" in layer_types:
-        layers = tuple(i for i, layer_type in enumerate(layer_types) if layer_type == "linear_attention")
-        fields["delta_net"] = DeltaNet(layers, **{name: keys[key] for name, key in _DELTA_SIZES.items()})
+        linear_attention_layers = tuple(
+            i for i, layer_type in enumerate(layer_types) if layer_type == "linear_attention"
+        )
+        fields["delta_net"] = DeltaNet(
+            linear_attention_layers, **{name: keys[key] for name, key in _DELTA_SIZES.items()}
+        )
     if text_config is not raw:
         fields["weight_prefix"] = _VISION_MODELS[raw["model_type"]].prefix
     fields["scalar_head"] = _is_classifier(text_config, config.num_labels)
@@ -199,7 +203,7 @@ def _text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return unsupported_keys | {key: value for key, value in text_config.items() if key != "architectures"}
 
 
-def scalar_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+def scalar_head_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the contents of config.json for a sequence classifier with this model's layers and one label."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
@@ -232,10 +236,10 @@ def _head_dim(keys: Mapping[str, Any]) -> int:
     KV heads.
     """
     num_heads = keys["num_attention_heads"]
-    kv_heads = keys["num_key_value_heads"]
+    num_kv_heads = keys["num_key_value_heads"]
     refuse(
-        num_heads % kv_heads,
-        f"config.json: num_attention_heads={num_heads} is not a multiple of num_key_value_heads={kv_heads}",
+        num_heads % num_kv_heads,
+        f"config.json: num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}",
     )
     head_dim: int = keys.get("head_dim") or keys["hidden_size"] // num_heads
     refuse(head_dim % 2, f"config.json: head_dim={head_dim} is odd; RoPE needs an even number")
@@ -267,7 +271,7 @@ def _layer_types(keys: Mapping[str, Any]) -> list[str]:
     return [layer_type] * keys["num_hidden_layers"]
 
 
-def _yarn_positions(keys: Mapping[str, Any]) -> int:
+def _max_yarn_positions(keys: Mapping[str, Any]) -> int:
     """Return the number of positions that a YaRN RoPE supports; max_position_embeddings may be the unscaled number."""
     rope = keys["rope_parameters"]
     # Without a factor, YaRN scales to max_position_embeddings.
@@ -283,8 +287,8 @@ def _layer_ropes(
     if "no_rope_layers" not in keys:
         return tuple(ropes[layer_type] for layer_type in layer_types)
     # In `no_rope_layers`, 0 marks a layer without RoPE.
-    layer_specs = zip(layer_types, keys["no_rope_layers"], strict=True)
-    return tuple(ropes[layer_type] if has_rope else Rope(()) for layer_type, has_rope in layer_specs)
+    types_and_has_rope = zip(layer_types, keys["no_rope_layers"], strict=True)
+    return tuple(ropes[layer_type] if has_rope else Rope(()) for layer_type, has_rope in types_and_has_rope)
 
 
 def _make_rope(config: Any, layer_type: str, head_dim: int) -> Rope:

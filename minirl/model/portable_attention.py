@@ -6,9 +6,9 @@ key blocks are added in order in fp32. A masked key has probability 0 and adds n
 blocks changes nothing. A token's output is therefore bitwise identical in training, prefill and decoding (see
 `batch_invariance`).
 
-An index specifies which queries to multiply by which keys, and serves all layers with the same window. `index_packed`
-builds the index for `attend_packed` (packed whole sequences), and `index_decode` builds the index for `decode` (one new
-token per cached sequence). `mask_keys` builds the mask for both kernels.
+An index specifies which queries to multiply by which keys, and serves all layers with the same window.
+`build_packed_index` builds the index for `attend_packed` (packed whole sequences), and `build_decode_index` builds the
+index for `decode` (one new token per cached sequence). `additive_causal_mask` builds the mask for both kernels.
 
 Shapes: H query heads; K key/value (KV) heads; g = H / K query heads per KV head; C channels per head; T' computed
 tokens (see `attention.PackedLayout`).
@@ -43,16 +43,16 @@ QUERY_BLOCK_SIZES = (16, 32, 64)
 PROBED_ROWS = (*range(1, 18), 24, 31, 32, 33, 48, 63, 64, 96, 112, 128)
 
 
-@batch_invariance.measured
+@batch_invariance.cache_measurement
 def min_invariant_queries(head_dim: int, dtype: torch.dtype) -> int | None:
     """Return the smallest number of queries that `decode` may multiply by a key block on this machine's CPU.
 
     The number is measured: with at least this many rows, each row is bitwise identical across all matmuls laid out as
     in `decode` and `attend_packed`. Return None if 16 rows are too few.
     """
-    num_rows = PROBED_ROWS[-1]
-    q, k = batch_invariance.cancelling_operands(4, num_rows, head_dim, 2 * BLOCK, dtype)
-    probs, v = batch_invariance.cancelling_operands(4, num_rows, BLOCK, head_dim, dtype)
+    max_probed_rows = PROBED_ROWS[-1]
+    q, k = batch_invariance.cancelling_operands(4, max_probed_rows, head_dim, 2 * BLOCK, dtype)
+    probs, v = batch_invariance.cancelling_operands(4, max_probed_rows, BLOCK, head_dim, dtype)
     # Probabilities and values span two key blocks, but only the second block takes part in the matmul.
     probs = F.pad(probs, (BLOCK, 0))
     v = F.pad(v.transpose(1, 2), (0, 0, BLOCK, 0))
@@ -83,14 +83,14 @@ def _rows_match_bitwise(
             rows = slice(start, start + num_rows)
             row_q, row_probs = q[:n, rows].contiguous(), probs[:n, rows].contiguous()
             # The operands of each matmul, and the full product whose rows the result should match.
-            product_cases = [
+            matmul_cases = [
                 (row_q, cached_k[:n], scores[..., BLOCK:]),
                 (row_probs[..., BLOCK:].contiguous(), cached_v[:n], out),
             ]
             if num_rows >= QUERY_BLOCK_SIZES[0]:
-                product_cases.append((row_q, k[:n].transpose(1, 2), scores))
-                product_cases.append((row_probs[..., BLOCK:], v[:n, BLOCK:], out))
-            if not all(torch.equal(torch.bmm(x, y), expected[:n, rows]) for x, y, expected in product_cases):
+                matmul_cases.append((row_q, k[:n].transpose(1, 2), scores))
+                matmul_cases.append((row_probs[..., BLOCK:], v[:n, BLOCK:], out))
+            if not all(torch.equal(torch.bmm(x, y), expected[:n, rows]) for x, y, expected in matmul_cases):
                 return False
     return True
 
@@ -129,7 +129,7 @@ class _QuerySpan(NamedTuple):
     first_key: int  # start position of the oldest key block that the first query attends to
 
 
-def index_packed(
+def build_packed_index(
     sequences: Iterable[_PackedSequence], hidden_index: Tensor, window: int | None, num_kv_heads: int
 ) -> PackedIndex:
     """Build the index for attention over packed sequences.
@@ -160,7 +160,7 @@ def index_packed(
         query = query.minimum(end - 1)
 
         key_positions = first_key + torch.arange(num_key_blocks * BLOCK)  # [n, keys]
-        mask = mask_keys(key_positions[:, None], query[:, :, None], window)  # [n, R, keys]
+        mask = additive_causal_mask(key_positions[:, None], query[:, :, None], window)  # [n, R, keys]
         # Beyond the end of a sequence, use the sequence's first key. Another sequence's key could be NaN, and masked
         # keys are still multiplied.
         key_positions = key_positions.where(key_positions < end, 0)
@@ -168,8 +168,8 @@ def index_packed(
         query_hidden_index = hidden_index[stream_start + query]
         key_hidden_index = hidden_index[stream_start + key_positions]
         block_batch = _QueryBlocks(
-            queries=_head_rows(query_hidden_index, num_kv_heads).to(device),
-            keys=_head_rows(key_hidden_index, num_kv_heads).to(device),
+            queries=_kv_head_rows(query_hidden_index, num_kv_heads).to(device),
+            keys=_kv_head_rows(key_hidden_index, num_kv_heads).to(device),
             mask=mask[:, None, :, None].to(device),
         )
         query_blocks.append(block_batch)
@@ -201,17 +201,17 @@ def _query_spans(
     return spans
 
 
-def _head_rows(hidden_index: Tensor, num_kv_heads: int) -> Tensor:
+def _kv_head_rows(hidden_index: Tensor, num_kv_heads: int) -> Tensor:
     """Return the rows of a matrix [T' x K, ...] for hidden indices [n, m] and all KV heads, as [n x K x m].
 
     Row t x K + h belongs to KV head h of token t.
     """
-    head = torch.arange(num_kv_heads)[:, None]
-    rows = hidden_index[:, None] * num_kv_heads + head  # [n, K, m]
+    kv_head = torch.arange(num_kv_heads)[:, None]
+    rows = hidden_index[:, None] * num_kv_heads + kv_head  # [n, K, m]
     return rows.flatten()
 
 
-def mask_keys(
+def additive_causal_mask(
     key: Tensor,
     query: Tensor,
     window: int | None,
@@ -233,9 +233,9 @@ def attend_packed(
     index: PackedIndex,
 ) -> Tensor:
     """Compute causal attention of q [T', H, C] over k and v [T', K, C] -> [T', H, C]."""
-    shape = q.shape
+    q_shape = q.shape
     num_kv_heads, dim = k.shape[1:]
-    groups = shape[1] // num_kv_heads
+    groups = q_shape[1] // num_kv_heads
     q = q.reshape(-1, groups * dim)
     k = k.reshape(-1, dim)
     v = v.reshape(-1, dim)
@@ -250,10 +250,10 @@ def attend_packed(
         scores = scores.view(n, num_kv_heads, num_queries, groups, num_keys)
         probs = _softmax(scores, blocks.mask, dim).view(-1, num_rows, num_keys)
         # One matmul per key block.
-        products = map(batch_invariance.bmm, probs.split(BLOCK, 2), block_v.split(BLOCK, 1))
-        block_out = _sum_in_order(products).to(q.dtype)
+        partial_outputs = map(batch_invariance.bmm, probs.split(BLOCK, 2), block_v.split(BLOCK, 1))
+        block_out = _sum_in_order(partial_outputs).to(q.dtype)
         outputs.append(block_out.view(-1, groups * dim))
-    return torch.cat(outputs).index_select(0, index.output_index).view(shape)
+    return torch.cat(outputs).index_select(0, index.output_index).view(q_shape)
 
 
 class DecodeIndex(NamedTuple):
@@ -305,7 +305,7 @@ class DecodeIndex(NamedTuple):
     prob: Tensor
 
 
-def index_decode(
+def build_decode_index(
     tables: np.ndarray,
     *,
     window: int | None,
@@ -321,38 +321,38 @@ def index_decode(
     `min_invariant_queries`).
     """
     num_blocks = (tables >= 0).sum(1)
-    first_block = np.zeros_like(num_blocks)
+    first_attended_block = np.zeros_like(num_blocks)
     if window is not None:
         # The oldest key that the first token of the last block attends to.
         oldest_key = (num_blocks - 1) * BLOCK - window + 1
-        first_block = oldest_key.clip(min=0) // BLOCK
-    num_entries = num_blocks - first_block
-    column = np.arange(num_entries.max())  # [n]
-    is_used = column < num_entries[:, None]  # [B, n]
+        first_attended_block = oldest_key.clip(min=0) // BLOCK
+    num_attended_blocks = num_blocks - first_attended_block
+    relative_block_index = np.arange(num_attended_blocks.max())  # [n]
+    is_used = relative_block_index < num_attended_blocks[:, None]  # [B, n]
     # One value per used entry (E), ordered by request.
     request, entry_column = is_used.nonzero()
-    entry_blocks = tables[request, first_block[request] + entry_column]
+    entry_blocks = tables[request, first_attended_block[request] + entry_column]
 
     block_sets, slot = _assign_slots(entry_blocks, num_kv_heads, groups, min_users)
 
     # Entries past a request's last block point to that last block again. Another request's block could contain NaN, and
     # NaN plus the -inf of the mask is NaN.
-    first_entry = num_entries.cumsum() - num_entries
-    clamped_column = np.minimum(column, num_entries[:, None] - 1)
-    entry_index = first_entry[:, None] + clamped_column  # [B, n]
+    request_starts = num_attended_blocks.cumsum() - num_attended_blocks
+    clamped_column = np.minimum(relative_block_index, num_attended_blocks[:, None] - 1)
+    entry_index = request_starts[:, None] + clamped_column  # [B, n]
     # A slot holds g rows of the products, one per query head that shares the KV head.
     first_row = slot[entry_index].transpose(0, 2, 1) * groups  # [B, K, n]
     score = first_row[:, :, None] + np.arange(groups)[:, None]  # [B, K, g, n]
     is_used_score = np.broadcast_to(is_used[:, None, None], score.shape)
     prob = np.zeros(block_sets[-1][1].stop, np.int64)
     prob[score[is_used_score]] = is_used_score.ravel().nonzero()[0]
-    first_key = first_block[:, None] * BLOCK
-    keys = first_key + np.arange(len(column) * BLOCK)
+    first_key = first_attended_block[:, None] * BLOCK
+    keys = first_key + np.arange(len(relative_block_index) * BLOCK)
     return DecodeIndex(
         block_sets=block_sets,
         keys=torch.from_numpy(keys),
         is_unused_entry=torch.from_numpy(~is_used)[:, None, :, None],
-        query=torch.from_numpy(prob // len(column)),
+        query=torch.from_numpy(prob // len(relative_block_index)),
         score=torch.from_numpy(score.ravel()),
         prob=torch.from_numpy(prob),
     )
@@ -400,10 +400,10 @@ def _assign_slots(
     if max_users > 1:
         # Number the users of each block 0, 1, ... in the order of the entries: sort the entries by block, and subtract
         # the number of entries for lower blocks from each entry's index.
-        block_order = live_block_index.argsort(kind="stable")
-        num_lower_entries = users_per_block.cumsum() - users_per_block
-        user_index = np.arange(len(block_order)) - num_lower_entries.repeat(users_per_block)
-        slot[block_order] += user_index[:, None]
+        entries_by_block = live_block_index.argsort(kind="stable")
+        num_lower_block_entries = users_per_block.cumsum() - users_per_block
+        user_index = np.arange(len(entries_by_block)) - num_lower_block_entries.repeat(users_per_block)
+        slot[entries_by_block] += user_index[:, None]
     return block_sets, slot
 
 
@@ -422,13 +422,13 @@ def decode(
     """
     num_requests, num_heads, dim = q.shape
     # Gather rows from requests to slots, multiply, and gather back, for keys and then for values (see `DecodeIndex`).
-    slot_q = q.reshape(-1, dim).index_select(0, index.query)
-    slot_scores = _multiply_blocks(slot_q, keys, index.block_sets)
-    scores = slot_scores.index_select(0, index.score).view(num_requests, num_heads, -1)
+    q_per_block = q.reshape(-1, dim).index_select(0, index.query)
+    scores_per_block = _multiply_blocks(q_per_block, keys, index.block_sets)
+    scores = scores_per_block.index_select(0, index.score).view(num_requests, num_heads, -1)
     probs = _softmax(scores, mask, dim)
-    slot_probs = probs.view(-1, BLOCK).index_select(0, index.prob)
-    slot_out = _multiply_blocks(slot_probs, values, index.block_sets)
-    out = slot_out.index_select(0, index.score).view(num_requests, num_heads, -1, dim)
+    probs_per_block = probs.view(-1, BLOCK).index_select(0, index.prob)
+    out_per_block = _multiply_blocks(probs_per_block, values, index.block_sets)
+    out = out_per_block.index_select(0, index.score).view(num_requests, num_heads, -1, dim)
     if out.shape[2] > 1:
         # Unused entries repeat the last block's result; it must not be counted twice.
         out = out.masked_fill_(index.is_unused_entry, 0)

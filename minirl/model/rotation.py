@@ -21,8 +21,8 @@ def rope_table(rope: Rope, num_positions: int, device: torch.device) -> Tensor:
     position = torch.arange(num_positions, dtype=torch.float32)
     angle = position[:, None] * torch.tensor(rope.frequencies, dtype=torch.float32)
     cos, sin = angle.cos(), angle.sin()
-    rotation = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
-    return (rope.attention_factor * rotation[:, :, None]).to(device)
+    cos_sin = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
+    return (rope.attention_factor * cos_sin[:, :, None]).to(device)
 
 
 def rotate(x: Tensor, rotation: Tensor, scale: float = 1.0) -> Tensor:

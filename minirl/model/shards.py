@@ -1,9 +1,9 @@
 """Linear layers sharded by rows across ranks, as in FSDP. Decoding never gathers the full weights.
 
 Each rank decodes its own requests with its own cache, but the ranks run the layers together. Before each forward, the
-ranks begin a pass (`ShardGroup.begin_pass`). In a pass, a `SharedLinear` sends its rank's tokens to all ranks; each
-rank multiplies all ranks' tokens by its own rows of the weight, and returns the output columns to the tokens' ranks. No
-sum is split, so the outputs match those of unsharded layers bitwise. This module has no backward.
+ranks begin a pass (`ShardGroup.begin_forward_pass`). In a pass, a `SharedLinear` sends its rank's tokens to all ranks;
+each rank multiplies all ranks' tokens by its own rows of the weight, and returns the output columns to the tokens'
+ranks. No sum is split, so the outputs match those of unsharded layers bitwise. This module has no backward.
 
 Shapes: T tokens on this rank, A tokens across all ranks, R weight rows per rank.
 """
@@ -25,13 +25,13 @@ class PassState(NamedTuple):
     """The state of a pass, after all ranks have exchanged their states.
 
     any_rank_has_tokens: whether any rank has tokens; if not, no rank runs the layers.
-    others_have_tokens: whether any rank other than this one has tokens.
-    all_are_done: whether no rank has more tokens in this generation phase.
+    other_ranks_have_tokens: whether any rank other than this one has tokens.
+    all_ranks_done: whether no rank has more tokens in this generation phase.
     """
 
     any_rank_has_tokens: bool = False
-    others_have_tokens: bool = False
-    all_are_done: bool = False
+    other_ranks_have_tokens: bool = False
+    all_ranks_done: bool = False
 
 
 class ShardGroup:
@@ -45,16 +45,16 @@ class ShardGroup:
         self._gathered: tuple[Tensor, Tensor] | None = None
 
     @spent_on("wait_ranks")
-    def begin_pass(self, num_rows: int, *, has_tokens: bool, is_done: bool) -> PassState:
+    def begin_forward_pass(self, num_rows: int, *, has_tokens: bool, is_done: bool) -> PassState:
         """Begin a pass through the layers (collective); if no rank has tokens, the ranks skip the layers.
 
         num_rows: number of this rank's activation rows, including padding.
         is_done: whether this rank is done, i.e. contributes no more tokens until all ranks are done.
         """
-        own_state = torch.tensor([num_rows, has_tokens, is_done])
-        rank_states = [torch.empty_like(own_state) for _ in range(self._num_ranks)]
-        dist.all_gather(rank_states, own_state)
-        self._num_rows, have_tokens, are_done = torch.stack(rank_states, 1).tolist()
+        local_pass_state = torch.tensor([num_rows, has_tokens, is_done])
+        pass_state_per_rank = [torch.empty_like(local_pass_state) for _ in range(self._num_ranks)]
+        dist.all_gather(pass_state_per_rank, local_pass_state)
+        self._num_rows, have_tokens, are_done = torch.stack(pass_state_per_rank, 1).tolist()
         self._gathered = None
         return PassState(any(have_tokens), sum(have_tokens) > has_tokens, all(are_done))
 
@@ -75,8 +75,8 @@ class ShardGroup:
         """
         num_own_rows = self._num_rows[rank()]
         output_splits = [num_own_rows] * self._num_ranks
-        received = self._exchange(columns, self._num_rows, output_splits)
-        columns_per_rank = received.unflatten(0, (self._num_ranks, -1))  # [ranks, T, R]
+        received_columns = self._exchange(columns, self._num_rows, output_splits)
+        columns_per_rank = received_columns.unflatten(0, (self._num_ranks, -1))  # [ranks, T, R]
         return columns_per_rank.transpose(0, 1).flatten(1)
 
     @spent_on("decode_comm")
@@ -112,8 +112,8 @@ class SharedLinear(Linear):
         """Return the outputs [..., out] for x [..., in] (collective)."""
         gathered_x = self.shard_group.gather_tokens(x)
         own_columns = super().forward(gathered_x)
-        columns = self.shard_group.scatter_columns(own_columns)[:, : self.num_columns]
-        return columns.unflatten(0, x.shape[:-1])
+        output = self.shard_group.scatter_columns(own_columns)[:, : self.num_columns]
+        return output.unflatten(0, x.shape[:-1])
 
 
 def share_layers(layers: nn.Module, adapters: Adapters | None) -> ShardGroup:

@@ -150,7 +150,7 @@ class Transformer(nn.Module):
 
     recompute_layers: whether backward reruns each layer's forward instead of saving its activations.
     shard_group: the ranks that share the linear layers (`shards.share_layers`), or None. With a shard group, each
-        forward is collective and needs a pass begun by `ShardGroup.begin_pass`.
+        forward is collective and needs a pass begun by `ShardGroup.begin_forward_pass`.
     min_rows: minimum number of rows that the layers compute, including padding. Layers without rows fail, because [0,
         heads x C] has no unique view as [0, heads, C].
     """
@@ -197,7 +197,7 @@ class Transformer(nn.Module):
         Collective among the ranks of `shard_group`, if set.
         """
         positions = padding.pad_rows(positions, self.min_rows)
-        rotations = {
+        cos_sin_by_rope = {
             rope: rope_table(rope, self.config.max_position_embeddings, tokens.device)[:, positions]
             for rope in set(self.config.layer_ropes)
         }
@@ -208,9 +208,9 @@ class Transformer(nn.Module):
             x = x * torch.tensor(embedding_scale, dtype=x.dtype, device="cpu").item()
         for layer, rope in zip(self.layers, self.config.layer_ropes, strict=True):
             if self.recompute_layers and torch.is_grad_enabled():
-                x = checkpoint(layer, x, rotations[rope], layout, use_reentrant=False)
+                x = checkpoint(layer, x, cos_sin_by_rope[rope], layout, use_reentrant=False)
             else:
-                x = layer(x, rotations[rope], layout)
+                x = layer(x, cos_sin_by_rope[rope], layout)
         return self.model.norm(x[: len(tokens)])
 
 

@@ -94,12 +94,15 @@ def load_weights(model: Transformer, folder: Path) -> None:
     config = model.config
     files = _tensor_files(folder)
     adapters = read_adapters(folder)
-    head = "lm_head.weight"
-    if config.tie_word_embeddings and head in files and config.hf_backend is None:
-        embedding = _checkpoint_name("model.embed_tokens.weight", config.weight_prefix)
+    head_name = "lm_head.weight"
+    if config.tie_word_embeddings and head_name in files and config.hf_backend is None:
+        embedding_name = _checkpoint_name("model.embed_tokens.weight", config.weight_prefix)
         refuse(
-            not torch.equal(read_tensor(files[head], head), read_tensor(files[embedding], embedding)),
-            f"{files[head]}: {head} differs from {embedding} although config.json has tie_word_embeddings=true; set "
+            not torch.equal(
+                read_tensor(files[head_name], head_name), read_tensor(files[embedding_name], embedding_name)
+            ),
+            f"{files[head_name]}: {head_name} differs from {embedding_name} although config.json has "
+            "tie_word_embeddings=true; set "
             "it to false, or remove the tensor",
         )
     for name, param in model.named_parameters():
@@ -218,21 +221,21 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     if path.is_file():
         with open_tensors(path) as file:
             return dict.fromkeys(file.keys(), path)
-    index = folder / INDEX
+    index_path = folder / INDEX
     refuse(
-        not index.is_file(),
+        not index_path.is_file(),
         f"{folder}: contains neither model.safetensors nor {INDEX}; download one of them, or convert the weights from "
         "another format",
     )
-    weight_map = read_json_object(index).get("weight_map")
+    weight_map = read_json_object(index_path).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise InputError(f"{index}: no weight_map found; download or save the file again")
+        raise InputError(f"{index_path}: no weight_map found; download or save the file again")
     files = {}
     for name, file_name in weight_map.items():
         files[name] = folder / str(file_name)
         refuse(
             not files[name].is_file(),
-            f"{index}: {name} should be in {file_name!r}, which is missing; download or save the folder again",
+            f"{index_path}: {name} should be in {file_name!r}, which is missing; download or save the folder again",
         )
     return files
 
@@ -297,29 +300,29 @@ def write_folder(
     `tensors`, and `tokenizer_files`.
     peft_config: contents of adapter_config.json if `tensors` are adapters, which are written in PEFT's format.
     """
-    contents = dict(tokenizer_files)
+    file_contents = dict(tokenizer_files)
     dtype = next(iter(tensors.values())).dtype
     written_config = {**config, "dtype": str(dtype).removeprefix("torch.")}
     written_config.pop("torch_dtype", None)  # transformers' older name for `dtype`
-    contents["config.json"] = (json.dumps(written_config, indent=2) + "\n").encode()
+    file_contents["config.json"] = (json.dumps(written_config, indent=2) + "\n").encode()
     model_config = config_from_dict(config)
     if peft_config is None:
         weights_name = "model.safetensors"
-        stored = checkpoint_tensors(model_config, tensors)
+        stored_tensors = checkpoint_tensors(model_config, tensors)
     else:
         weights_name = WEIGHTS_FILE
         # transformers loads either the full vision model or only the language model, so write each tensor under both
         # names. Clone the tensors, because tensors in one file must not share memory.
         is_vision = model_config.weight_prefix != "model."
         weight_prefixes = ("model.", "model.language_model.") if is_vision else ("model.",)
-        stored = {
+        stored_tensors = {
             peft_name(_checkpoint_name(name, prefix)): tensor.clone()
             for prefix in weight_prefixes
             for name, tensor in tensors.items()
         }
-        contents[ADAPTERS_FILE] = (json.dumps(peft_config, indent=2) + "\n").encode()
-    for name, content in contents.items():
+        file_contents[ADAPTERS_FILE] = (json.dumps(peft_config, indent=2) + "\n").encode()
+    for name, content in file_contents.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         with durable.open_new_file(folder / name) as file:
             file.write(content)
-    write_tensors(folder / weights_name, {**passthrough, **stored})
+    write_tensors(folder / weights_name, {**passthrough, **stored_tensors})

@@ -122,29 +122,30 @@ def _prepare_process() -> None:
 def _handle_stop_signal(number: int, frame: FrameType | None) -> None:
     """Request a stop at the end of the step, or exit at once; see `run`."""
     now = time.monotonic()
-    is_repeated = this_process.stop_signal and now - this_process.stop_requested_at > REPEAT_DELAY_S
+    is_repeated_signal = this_process.stop_signal and now - this_process.stop_requested_at > REPEAT_DELAY_S
     is_forked_child = os.getpid() != this_process.pid
-    if is_repeated or is_forked_child or this_process.phase == STARTUP_PHASE:
+    if is_repeated_signal or is_forked_child or this_process.phase == STARTUP_PHASE:
         os._exit(128 + number)
     if not this_process.stop_signal:
         this_process.stop_signal = number
         this_process.stop_requested_at = now
         if _rank() == 0:
-            text = f"{signal.Signals(number).name}: stopping after this step; send the signal again to exit at once\n"
+            signal_name = signal.Signals(number).name
+            stop_message = f"{signal_name}: stopping after this step; send the signal again to exit at once\n"
             with contextlib.suppress(OSError):  # the signal may interrupt a print, which is not reentrant
-                os.write(2, text.encode())
+                os.write(2, stop_message.encode())
 
 
 def _report_error(error: BaseException) -> int:
     """Print the error raised by `main`, unless another rank failed first; return the exit code."""
     for number in STOP_SIGNALS:  # torchrun sends these signals if another rank exits first
         signal.signal(number, signal.SIG_IGN)
-    is_first, missing = True, []
+    is_first, ranks_without_error = True, []
     # The store may be missing, or may have disappeared with torchrun or rank 0.
     with contextlib.suppress(dist.DistError, InputError):
         is_first = rendezvous().add("num_errors", 1) == 1
-        missing = _ranks_without_error()
-    exit_code, message = _exit_code_and_message(error, missing)
+        ranks_without_error = _ranks_without_error()
+    exit_code, message = _exit_code_and_message(error, ranks_without_error)
     if is_first and message:
         with contextlib.suppress(OSError):
             print(message, file=sys.stderr, flush=True)
@@ -181,8 +182,11 @@ def _exit_code_and_message(error: BaseException, missing: Sequence[str]) -> tupl
     cause = str(error).partition("\n")[0]
     exit_code = getattr(error, "exit_code", 0)
     if not exit_code and OUT_OF_MEMORY.search(repr(error)):
-        advice = this_process.memory_advice(this_process.phase)
-        return InputError.exit_code, f"error: out of memory; planned: {advice} [{rank_and_phase}: {cause}]"
+        memory_hint = this_process.memory_advice(this_process.phase)
+        return (
+            InputError.exit_code,
+            f"error: out of memory; planned: {memory_hint} [{rank_and_phase}: {cause}]",
+        )
     # gloo raises plain RuntimeErrors, whose messages begin with a source location.
     is_gloo_error = type(error) is RuntimeError and GLOO_SOURCE.search(cause)
     if isinstance(error, dist.DistError) or is_gloo_error:

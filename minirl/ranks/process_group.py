@@ -83,15 +83,15 @@ def select_device(*, may_use_cpu: bool) -> torch.device:
     num_devices = torch.cuda.device_count()
     if num_devices < local_world_size():
         if num_devices:
-            device_shortage = (
+            shortage_message = (
                 f"{local_world_size()} ranks on a node where torch sees {num_devices} CUDA device(s)"
             )
             refuse(
                 not may_use_cpu,
-                f"{device_shortage}: use --nproc-per-node {num_devices}, or set CUDA_VISIBLE_DEVICES= (empty) to run "
+                f"{shortage_message}: use --nproc-per-node {num_devices}, or set CUDA_VISIBLE_DEVICES= (empty) to run "
                 "on the CPU",
             )
-            print0(f"{device_shortage}: the ranks compute on the CPU")
+            print0(f"{shortage_message}: the ranks compute on the CPU")
             # If FSDP saw a device, it would create a second process group with NCCL.
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return torch.device("cpu")

@@ -143,8 +143,8 @@ class Logger:
         try:
             durable.append_all_or_nothing(self._metrics_file, self._pending_lines)
         except OSError as error:
-            outcome = "the run continues, and the next step retries the write"
-            print0(f"warning: {self._metrics_file}: {error.strerror or error}; {outcome}")
+            retry_note = "the run continues, and the next step retries the write"
+            print0(f"warning: {self._metrics_file}: {error.strerror or error}; {retry_note}")
             return False
         self._pending_lines = b""
         return True

@@ -156,8 +156,8 @@ def add_skipped_tokens(
 
     sequences: all ranks' sequences, the same on every rank. skipped: the sequences that the update skips.
     """
-    total = sum(sequence.num_loss_tokens for sequence in sequences)
-    metrics.add("perf/skipped_tokens", sum(sequence.num_loss_tokens for sequence in skipped), total)
+    num_loss_tokens = sum(sequence.num_loss_tokens for sequence in sequences)
+    metrics.add("perf/skipped_tokens", sum(sequence.num_loss_tokens for sequence in skipped), num_loss_tokens)
 
 
 def add_rewards(metrics: StepMetrics, functions: Collection[str], rewards: Tensor) -> None:
@@ -194,16 +194,16 @@ def add_tokens(
     weight_version: version of the weights in this pass. The gap between sampled and training logprobs is measured only
     for tokens that these weights sampled, so no token is measured after the step's first update.
     """
-    index = micro.loss_index
-    metrics.add_values("policy/entropy", entropy[index])
-    metrics.add_values("policy/kl_old_k3", kl_penalty(micro.old_logprobs, logprobs, "k3")[index])
-    metrics.add_max("policy/ratio_max", ratio[index])
+    loss_index = micro.loss_index
+    metrics.add_values("policy/entropy", entropy[loss_index])
+    metrics.add_values("policy/kl_old_k3", kl_penalty(micro.old_logprobs, logprobs, "k3")[loss_index])
+    metrics.add_max("policy/ratio_max", ratio[loss_index])
     if micro.ref_logprobs is not None:
-        metrics.add_values("policy/kl_ref_k3", kl_penalty(logprobs, micro.ref_logprobs, "k3")[index])
+        metrics.add_values("policy/kl_ref_k3", kl_penalty(logprobs, micro.ref_logprobs, "k3")[loss_index])
     if micro.teacher_logprobs is not None:
-        metrics.add_values("teacher/kl_k1", kl_penalty(logprobs, micro.teacher_logprobs, "k1")[index])
-    gap = (logprobs - micro.sample_logprobs)[index].abs()
-    is_current_version = micro.weight_version[index] == weight_version
+        metrics.add_values("teacher/kl_k1", kl_penalty(logprobs, micro.teacher_logprobs, "k1")[loss_index])
+    gap = (logprobs - micro.sample_logprobs)[loss_index].abs()
+    is_current_version = micro.weight_version[loss_index] == weight_version
     num_current_tokens = is_current_version.sum()
     # Boolean-mask indexing would force a host-device synchronization.
     metrics.add("policy/logp_gap_mean", gap.where(is_current_version, 0.0).double().sum(), num_current_tokens)

@@ -34,8 +34,8 @@ def rollout_records(
     rollout's rewards. columns: additional numbers [N], one per rollout.
     """
     all_rewards = torch.tensor([rewards for _, _, rewards in rewarded], dtype=torch.float64)
-    scores = weighted_rewards(all_rewards.view(len(rewarded), len(weights)), weights)
-    columns = {"reward": scores.tolist(), **columns}
+    total_rewards = weighted_rewards(all_rewards.view(len(rewarded), len(weights)), weights)
+    columns = {"reward": total_rewards.tolist(), **columns}
     records = []
     for i, (rollout, text, rewards) in enumerate(rewarded):
         row = rollout.episode.row

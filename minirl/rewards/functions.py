@@ -225,8 +225,8 @@ class StepReward(Reward):
             for argument in group_arguments[0]
         }
         texts = list(chain(*(group.texts for _, group in results)))
-        answer = validate_rewards(self.function(**arguments), texts)
-        return first.rewards_or_raise(name, answer, where=" and the following rows")
+        returned_rewards = validate_rewards(self.function(**arguments), texts)
+        return first.rewards_or_raise(name, returned_rewards, where=" and the following rows")
 
 
 class EpisodeReward(FunctionReward):
@@ -272,9 +272,9 @@ def rewards_and_weights(
     """
     reward_weights = list(weights) or [1.0] * len(rewards)
     if len(reward_weights) != len(rewards):
-        given_weights = " ".join(map(str, weights))
+        weights_text = " ".join(map(str, weights))
         raise InputError(
-            f"--reward-weights {given_weights}: give one weight for each reward: {', '.join(rewards)}"
+            f"--reward-weights {weights_text}: give one weight for each reward: {', '.join(rewards)}"
         )
     reward_weights += [0.0] * len(logged)
     return {**rewards, **logged}, torch.tensor(reward_weights, dtype=torch.float64)

@@ -16,9 +16,9 @@ from minirl.model.weights import load_replica
 from minirl.ranks.time_account import spent_on
 from minirl.rewards.functions import StepReward
 from minirl.training.assignment import plan_microbatches
-from minirl.training.batch import Batch, independent_sequences
+from minirl.training.batch import Batch, sequence_infos_from_lengths
 from minirl.training.frozen_models import FrozenModel
-from minirl.training.scoring import value_batch
+from minirl.training.scoring import predict_values
 
 
 def load_reward_model(
@@ -47,7 +47,7 @@ def load_reward_model(
     max_length = min(model.config.max_position_embeddings, max_tokens)
     pad_id = read_json_object(model_file(folder, "config.json")).get("pad_token_id")
 
-    scorer = FrozenModel(model, value_batch, names=["values", "end_values"], device=device)
+    scorer = FrozenModel(model, predict_values, names=["values", "end_values"], device=device)
 
     def reward_model(prompts: Sequence[str | Messages], completions: Sequence[str | Messages]) -> list[float]:
         sequences = []
@@ -67,7 +67,7 @@ def load_reward_model(
 
         tokens = torch.tensor(list(itertools.chain(*sequences)), device=device)
         # No token is in the loss mask, because only the value at the end of each sequence is read.
-        sequence_infos = independent_sequences(lengths)
+        sequence_infos = sequence_infos_from_lengths(lengths)
         batch = Batch(sequence_infos, tokens, loss_mask=torch.zeros_like(tokens, dtype=torch.bool))
         # Each rank scores its own completions, so the plan is for a single rank.
         (microbatches,) = plan_microbatches(sequence_infos, num_ranks=1, max_tokens=max_tokens)

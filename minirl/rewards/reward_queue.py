@@ -53,9 +53,9 @@ class RewardQueue:
             tokenizer,
             seed=self._prompts.rng_key(rollouts[0].branches[0].rollout_id),
         )
-        calls = [reward.submit(name, group) for name, reward in self._rewards.items()]
-        self._in_flight.update(calls)
-        self.groups[prompt_ordinal] = group, calls
+        reward_futures = [reward.submit(name, group) for name, reward in self._rewards.items()]
+        self._in_flight.update(reward_futures)
+        self.groups[prompt_ordinal] = group, reward_futures
 
     @property
     def is_busy(self) -> bool:
@@ -79,13 +79,13 @@ class RewardQueue:
 
         The rollouts follow the order of `ordinals`. Raises RewardError, naming the function and row.
         """
-        taken_groups = [self.groups.pop(ordinal) for ordinal in ordinals]
-        for call in as_completed([call for _, calls in taken_groups for call in calls]):
+        groups_and_calls = [self.groups.pop(ordinal) for ordinal in ordinals]
+        for call in as_completed([call for _, calls in groups_and_calls for call in calls]):
             call.result()  # raises the first error, without waiting for later calls
-        rollouts = [rollout for group, _ in taken_groups for rollout in group.rollouts]
-        texts = [text for group, _ in taken_groups for text in group.texts]
+        rollouts = [rollout for group, _ in groups_and_calls for rollout in group.rollouts]
+        texts = [text for group, _ in groups_and_calls for text in group.texts]
         rewards_per_function = [
-            reward.finish([calls[k].result() for _, calls in taken_groups])
+            reward.finish([calls[k].result() for _, calls in groups_and_calls])
             for k, reward in enumerate(self._rewards.values())
         ]
         # NumPy converts None, which means that a reward does not apply, to NaN.

@@ -78,14 +78,14 @@ class WorkerReward(Reward):
         """Start all processes, and receive the function's signature. Raises _WorkerError and OSError."""
         for _ in range(num_workers):
             self._processes.append(_Process(await _start_process(source, name)))
-        limit_s = LOAD_TIMEOUT_S + self._timeout_s
-        load_answers = await asyncio.gather(
-            *(process.answer(LOAD_CALL, limit_s) for process in self._processes)
+        load_timeout_s = LOAD_TIMEOUT_S + self._timeout_s
+        load_responses = await asyncio.gather(
+            *(process.answer(LOAD_CALL, load_timeout_s) for process in self._processes)
         )
-        for answer in load_answers:
+        for answer in load_responses:
             if isinstance(answer, str):
                 raise _WorkerError(answer)
-        self.signature = Signature(*load_answers[0])
+        self.signature = Signature(*load_responses[0])
         for process in self._processes * (MAX_CONCURRENT_CALLS if self.signature.is_async else 1):
             self._free_processes.put_nowait(process)
 
@@ -99,12 +99,12 @@ class WorkerReward(Reward):
         except _WorkerError as error:
             # All other calls in this process now fail too, but only the first error names the cause.
             if self._lost_error is None:
-                others_note = (
+                other_calls_note = (
                     f", alongside {len(process.pending_calls)} other calls in its process"
                     if process.pending_calls
                     else ""
                 )
-                text = f"reward {name} for the row at {group.row.origin}{others_note}: {error}"
+                text = f"reward {name} for the row at {group.row.origin}{other_calls_note}: {error}"
                 self._lost_error = RewardError(escape_control_chars(text))
             raise self._lost_error from None
         finally:

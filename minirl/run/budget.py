@@ -133,23 +133,27 @@ def num_parameters(model: ModelConfig, *, trained: bool = False) -> int:
 
 def compute_budget(work: Workload, sizes: Sizes) -> Budget:
     """Return a rank's memory budget with these sizes."""
-    models = work.trained_models
+    models_with_own_weights = work.trained_models
     if work.shares_base and not sizes.shard_weights:
-        models = models[:1]
-    always = {"weights": sum(_weight_bytes(work, model, sizes.shard_weights) for model in models)}
-    num_trained = sum(num_parameters(model, trained=True) for model in work.trained_models)
+        models_with_own_weights = models_with_own_weights[:1]
+    always_bytes = {
+        "weights": sum(_weight_bytes(work, model, sizes.shard_weights) for model in models_with_own_weights)
+    }
+    num_trained_parameters = sum(num_parameters(model, trained=True) for model in work.trained_models)
     if work.trains and not work.offloads_optimizer:
-        always["masters and moments"] = 12 * num_trained / work.num_ranks
-    training = _update_bytes(work, sizes, num_trained) if work.trains else {}
+        always_bytes["masters and moments"] = 12 * num_trained_parameters / work.num_ranks
+    training_bytes = _update_bytes(work, sizes, num_trained_parameters) if work.trains else {}
     for name, model in work.frozen_models.items():
         is_sharded = sizes.shard_weights and name in ("reference", "teacher")
         weight_bytes = _weight_bytes(work, model, is_sharded)
         if is_sharded or work.device_type == "cpu":
-            always[name] = weight_bytes
-        elif weight_bytes > sum(training.values()):  # scoring and the update take turns using this memory
-            training = {"a frozen model": weight_bytes}
-    available_bytes = USABLE_FRACTION * work.free_bytes - sum(always.values())
-    return Budget(sizes, available_bytes, always, training, _decoding_bytes(work, sizes))
+            always_bytes[name] = weight_bytes
+        elif weight_bytes > sum(
+            training_bytes.values()
+        ):  # scoring and the update take turns using this memory
+            training_bytes = {"a frozen model": weight_bytes}
+    available_bytes = USABLE_FRACTION * work.free_bytes - sum(always_bytes.values())
+    return Budget(sizes, available_bytes, always_bytes, training_bytes, _decoding_bytes(work, sizes))
 
 
 def _weight_bytes(work: Workload, model: ModelConfig, is_sharded: bool) -> float:
@@ -159,8 +163,10 @@ def _weight_bytes(work: Workload, model: ModelConfig, is_sharded: bool) -> float
     """
     num_local_parameters: float = num_parameters(model)
     if is_sharded:
-        num_embeddings = _num_embeddings(model)
-        num_local_parameters = num_embeddings + (num_local_parameters - num_embeddings) / work.num_ranks
+        num_embedding_parameters = _num_embeddings(model)
+        num_local_parameters = (
+            num_embedding_parameters + (num_local_parameters - num_embedding_parameters) / work.num_ranks
+        )
     return work.dtype.itemsize * num_local_parameters
 
 
@@ -207,13 +213,13 @@ def _layer_bytes_per_token(work: Workload, model: ModelConfig) -> float:
 def _activation_bytes(work: Workload, sizes: Sizes, model: ModelConfig) -> float:
     """Return a microbatch's peak memory in bytes: activations, or the gradient reduction at the end of backward."""
     itemsize = work.dtype.itemsize
-    layer_token_bytes = _layer_bytes_per_token(work, model)
-    token_bytes = model.num_hidden_layers * layer_token_bytes + 0.4 * layer_token_bytes
+    layer_bytes_per_token = _layer_bytes_per_token(work, model)
+    bytes_per_token = model.num_hidden_layers * layer_bytes_per_token + 0.4 * layer_bytes_per_token
     if sizes.recompute_layers:
-        token_bytes = model.num_hidden_layers * itemsize * model.hidden_size + 1.4 * layer_token_bytes
+        bytes_per_token = model.num_hidden_layers * itemsize * model.hidden_size + 1.4 * layer_bytes_per_token
     if model.delta_net:
-        token_bytes += 80 * model.delta_net.num_channels  # measured for one layer
-    activation_bytes = min(sizes.max_tokens_per_microbatch, work.step_tokens) * token_bytes
+        bytes_per_token += 80 * model.delta_net.num_channels  # measured for one layer
+    activation_bytes = min(sizes.max_tokens_per_microbatch, work.step_tokens) * bytes_per_token
     if model.adapters:
         return activation_bytes
     activation_bytes += itemsize * model.vocab_size * model.hidden_size  # the head's gradient

@@ -29,7 +29,7 @@ from minirl.errors import InputError, SaveError, refuse
 from minirl.files import durable
 from minirl.files.json_files import read_json_object
 from minirl.model.adapters import peft_config
-from minirl.model.families import scalar_config
+from minirl.model.families import scalar_head_config
 from minirl.model.folders import hub_id_or_path, model_file
 from minirl.model.weights import passthrough_tensors, read_tokenizer_files, weights_fingerprint, write_folder
 from minirl.ranks.process_group import barrier, broadcast_object, gather_objects, print0, rank, world_size
@@ -78,7 +78,7 @@ class Checkpoints:
             if rank() != 0:
                 continue
             if model_config.scalar_head:
-                raw_config = scalar_config(raw_config)
+                raw_config = scalar_head_config(raw_config)
             self._contents[name] = {
                 "config": raw_config,
                 "tokenizer_files": read_tokenizer_files(model.folder),
@@ -93,10 +93,12 @@ class Checkpoints:
         differ from the script's. The base model of adapters may have moved to another path, however.
         """
         progress = _load_file(checkpoint / PROGRESS_FILE)
-        num_saved = progress.pop("world_size")
+        saved_world_size = progress.pop("world_size")
         adapters = progress.pop("adapters", {})
-        rank_states = [_load_file(checkpoint / _rank_file(r, num_saved)) for r in range(num_saved)]
-        saved_names = list(rank_states[0]["models"])
+        rank_checkpoints = [
+            _load_file(checkpoint / _rank_file(r, saved_world_size)) for r in range(saved_world_size)
+        ]
+        saved_names = list(rank_checkpoints[0]["models"])
         refuse(
             saved_names != list(self._models),
             f"{checkpoint} has the models {saved_names}, but this script has {list(self._models)}; use another "
@@ -118,9 +120,9 @@ class Checkpoints:
                 f"{checkpoint} has different adapters for the {name}: {differences}; use another --run-name",
             )
             model.load_state(
-                optimizer, [file["models"][name] for file in rank_states], origin=str(checkpoint)
+                optimizer, [file["models"][name] for file in rank_checkpoints], origin=str(checkpoint)
             )
-        print0(f"resuming after step {progress['step']}, from {checkpoint} (world size {num_saved})")
+        print0(f"resuming after step {progress['step']}, from {checkpoint} (world size {saved_world_size})")
         return progress
 
     @spent_on("save")
@@ -172,9 +174,9 @@ class Checkpoints:
                         "progress.extra: use only numbers, strings and tensors, nested in lists and dicts: "
                         f"{error}"
                     ) from None
-            values = tree_map_only(Tensor, Tensor.tolist, progress["extra"])
+            extra_values = tree_map_only(Tensor, Tensor.tolist, progress["extra"])
             refuse(
-                len({*gather_objects(repr(values))}) > 1,
+                len({*gather_objects(repr(extra_values))}) > 1,
                 "progress.extra: differs between ranks; store only values that are the same on all ranks, such as "
                 "results of `metrics.reduce()`",
             )

@@ -58,10 +58,11 @@ def check_shared_flags(config: RunConfig) -> None:
     """Reject invalid values of the shared flags. Raises InputError, naming the flag."""
     for field in dataclasses.fields(config):
         _check_value(field.name, getattr(config, field.name))
-    sources = rollout_flags(config)
+    given_rollout_flags = rollout_flags(config)
     refuse(
-        len(sources) > 1,
-        f"{' and '.join(flag_name(kind) for kind, _ in sources)}: each of these flags defines the rollouts; keep only "
+        len(given_rollout_flags) > 1,
+        f"{' and '.join(flag_name(kind) for kind, _ in given_rollout_flags)}: each of these flags "
+        "defines the rollouts; keep only "
         "one (the code of an --environment or --rollout can call the other functions directly)",
     )
     refuse(

@@ -148,7 +148,7 @@ class RunConfig:
     num_value_models = 0  # number of value models trained alongside the policy, all of the same shape
 
     @property
-    def is_embedded(self) -> bool:
+    def uses_bundled_model(self) -> bool:
         """Whether the run uses the tiny bundled model."""
         return self.model is None
 
@@ -167,14 +167,14 @@ class RunConfig:
         return arguments
 
     @property
-    def has_reference(self) -> bool:
+    def has_reference_model(self) -> bool:
         """Whether the run loads a reference model; a script with a KL term overrides this property."""
         return False
 
     @property
     def needs_policy_logprobs(self) -> bool:
         """Whether advantages need the policy's pre-update logprobs; scripts may override this property."""
-        return self.has_reference
+        return self.has_reference_model
 
     @property
     def is_rewarded(self) -> bool:
@@ -189,7 +189,7 @@ class RunConfig:
     @property
     def minibatches_per_epoch(self) -> int:
         """Number of optimizer steps per pass over the rollouts: `num_minibatches`, or the model's default."""
-        return self.num_minibatches or (2 if self.is_embedded else 1)
+        return self.num_minibatches or (2 if self.uses_bundled_model else 1)
 
     @property
     def updates_per_step(self) -> int:
@@ -199,7 +199,7 @@ class RunConfig:
     @property
     def peak_lr(self) -> float:
         """Peak learning rate: `lr`, or the model's default."""
-        default = 2e-4 if self.is_embedded else 1e-6
+        default = 2e-4 if self.uses_bundled_model else 1e-6
         return self.lr or default * (10 if self.lora_rank else 1)
 
     @property
@@ -207,7 +207,7 @@ class RunConfig:
         """Learning rate schedule: `lr_schedule`, or the model's default."""
         if self.lr_schedule != "auto":
             return self.lr_schedule
-        return "linear" if self.is_embedded else "constant"
+        return "linear" if self.uses_bundled_model else "constant"
 
     def learning_rate(self, progress: Progress, peak: float, *, first_step: int = 0) -> float:
         """Return the learning rate for the next optimizer step.
@@ -252,7 +252,7 @@ class RunConfig:
         return "token_truncate" if self.correction == "auto" else self.correction
 
 
-def model_folder_of_field(config: RunConfig, name: str) -> Path | None:
+def model_folder_from_config(config: RunConfig, name: str) -> Path | None:
     """Return the folder of the model given in a field, or None if the field is empty or missing from the script.
 
     Raises InputError for a model that is not available.

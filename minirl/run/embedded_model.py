@@ -23,7 +23,7 @@ from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer
 from minirl.model.weights import write_folder
 from minirl.ranks.process_group import barrier, print0, rank
-from minirl.training.batch import Batch, independent_sequences
+from minirl.training.batch import Batch, sequence_infos_from_lengths
 from minirl.training.scoring import score_batch
 
 CONFIG: dict[str, Any] = {
@@ -89,10 +89,10 @@ def save_tokenizer(folder: Path) -> None:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    backend = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN_PATTERN), "isolated")
-    backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>")
+    rust_tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
+    rust_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN_PATTERN), "isolated")
+    rust_tokenizer.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=rust_tokenizer, eos_token="<eos>", unk_token="<unk>")
     tokenizer.save_pretrained(folder)
 
 
@@ -128,7 +128,7 @@ def _answer_loss(model: Transformer, rows: list[Row]) -> torch.Tensor:
         sequences.append(prompt_ids + answer_ids)
         is_answer += [False] * len(prompt_ids) + [True] * len(answer_ids)
     tokens = torch.tensor(list(itertools.chain(*sequences)))
-    batch = Batch(independent_sequences(map(len, sequences)), tokens, loss_mask=torch.tensor(is_answer))
+    batch = Batch(sequence_infos_from_lengths(map(len, sequences)), tokens, loss_mask=torch.tensor(is_answer))
     logprobs, _ = score_batch(model, batch)
     return -logprobs.sum() / sum(is_answer)
 

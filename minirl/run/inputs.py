@@ -31,7 +31,7 @@ from minirl.rewards.functions import (
     check_columns,
 )
 from minirl.rewards.reward_workers import WorkerReward
-from minirl.run.config import ROLLOUT_CODE, RunConfig, model_folder_of_field, rollout_flags
+from minirl.run.config import ROLLOUT_CODE, RunConfig, model_folder_from_config, rollout_flags
 from minirl.run.embedded_model import EMBEDDED_TASKS
 from minirl.run.planning import default_microbatch_tokens
 
@@ -43,7 +43,7 @@ RESERVED = {
 }
 
 
-def load_rollout(config: RunConfig) -> UserRollout | None:
+def load_rollout_function(config: RunConfig) -> UserRollout | None:
     """Load the rollout function that --rollout, --tools or --environment defines, or return None.
 
     Raises InputError if the code cannot be loaded or used. Not collective.
@@ -170,22 +170,22 @@ def load_prompts(
         check_weights(model_config, model_folder)
     tokenizer = load_tokenizer(config, model_folder, tools, user_rollout, model_config.vocab_size)
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
-    capacities = (config.cache_tokens, config.max_tokens_per_microbatch)
+    token_capacities = (config.cache_tokens, config.max_tokens_per_microbatch)
     token_limits = [
-        default_microbatch_tokens(max_new_tokens) if size == "auto" else size for size in capacities
+        default_microbatch_tokens(max_new_tokens) if size == "auto" else size for size in token_capacities
     ]
     token_limits.append(model_config.max_position_embeddings)
-    if teacher_folder := model_folder_of_field(config, "teacher"):
+    if teacher_folder := model_folder_from_config(config, "teacher"):
         token_limits.append(_check_teacher(teacher_folder, tokenizer, model_config.vocab_size))
     held_out: list[Row] = []
-    notes_on_rows = []
+    eval_sampling_notes = []
     for source, rows in task.eval_sets.items():
         num_rows = min(len(rows), config.eval_rows)
         # A constant seed selects the same rows in every run. The first rows of a sorted file would be a biased sample.
         sampled_indices = random.Random(0).sample(range(len(rows)), num_rows)
         held_out += [rows[i] for i in sorted(sampled_indices)]
         if num_rows < len(rows):
-            notes_on_rows.append(f"{source}: a fixed sample, {num_rows:,} of {len(rows):,} rows")
+            eval_sampling_notes.append(f"{source}: a fixed sample, {num_rows:,} of {len(rows):,} rows")
     make_stream = functools.partial(
         PromptStream,
         tokenizer=tokenizer,
@@ -194,7 +194,7 @@ def load_prompts(
         max_new_tokens=max_new_tokens,
     )
     train_prompts = make_stream(task.train_rows, purpose="train")
-    return model_config, train_prompts, make_stream(held_out, purpose="eval", notes=notes_on_rows)
+    return model_config, train_prompts, make_stream(held_out, purpose="eval", notes=eval_sampling_notes)
 
 
 def _check_teacher(folder: Path, tokenizer: ChatTokenizer, vocab_size: int) -> int:

@@ -17,7 +17,7 @@ from minirl.model.families import read_config
 from minirl.model.folders import resolve_folder
 from minirl.ranks.process_group import gather_objects, local_world_size, world_size
 from minirl.run.budget import MAX_REQUESTS, Budget, Machine, Workload, choose_sizes
-from minirl.run.config import RunConfig, model_folder_of_field
+from minirl.run.config import RunConfig, model_folder_from_config
 
 # Fields that may be "auto", in addition to shard_weights.
 AUTO_SIZES = ("cache_tokens", "max_tokens_per_microbatch", "recompute_layers")
@@ -121,19 +121,19 @@ def workload(
     # Streams skip prompts that leave fewer than `max_new_tokens` tokens for the completion.
     max_sequence_tokens = max(prompts.longest_prompt, held_out.longest_prompt) + prompts.max_new_tokens
     trained_models = [policy]
-    shares_base = False
+    value_models_share_base = False
     if config.num_value_models:
-        value_folder = saved / "value" if saved else model_folder_of_field(config, "value_model")
-        shares_base = config.adapters is not None and value_folder is None
+        value_folder = saved / "value" if saved else model_folder_from_config(config, "value_model")
+        value_models_share_base = config.adapters is not None and value_folder is None
         value_model = read_config(value_folder) if value_folder else policy
         value_model = dataclasses.replace(value_model, scalar_head=True, adapters=config.adapters)
         trained_models += [value_model] * config.num_value_models
     frozen_models = {}
     if (
-        config.has_reference and not config.adapters
+        config.has_reference_model and not config.adapters
     ):  # with adapters, the reference is the policy without its adapters
         frozen_models["reference"] = policy
-    if teacher := model_folder_of_field(config, "teacher"):
+    if teacher := model_folder_from_config(config, "teacher"):
         frozen_models["teacher"] = dataclasses.replace(read_config(teacher), vocab_size=policy.vocab_size)
     for name, model in config.reward_models.items():
         reward_model_folder = resolve_folder(model, flag="--reward-model", with_weights=not config.dry_run)
@@ -160,6 +160,6 @@ def workload(
         step_tokens=num_prompts * config.group_size * max_sequence_tokens,
         num_requests=max(num_requests, min(num_eval_requests, MAX_REQUESTS[machine.device_type])),
         trains=config.trains,
-        shares_base=shares_base,
+        shares_base=value_models_share_base,
         offloads_optimizer=config.offload_optimizer and machine.device_type == "cuda",
     )

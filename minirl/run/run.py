@@ -82,10 +82,10 @@ class Run:
         self._checkpoints = Checkpoints(self._folder, models, keep=config.keep_checkpoints)
         self.progress = Progress(extra=dict(extra or {}))
         if setup.folder.checkpoint is not None:
-            saved = self._checkpoints.restore(setup.folder.checkpoint)
+            saved_progress = self._checkpoints.restore(setup.folder.checkpoint)
             # Keys missing from the saved `extra` keep the script's values.
-            saved["extra"] = self.progress.extra | saved["extra"]
-            self.progress = Progress(**saved)
+            saved_progress["extra"] = self.progress.extra | saved_progress["extra"]
+            self.progress = Progress(**saved_progress)
             if collector:
                 collector.in_flight.restore(self.progress.num_served, self.progress.in_flight)
             if self.progress.step >= config.num_steps:
@@ -104,8 +104,8 @@ class Run:
                 shutil.copyfile(script, self._folder / script.name)
         setup.print_start()
         self.progress.before = self.progress.before or self.evaluate()
-        scores_text = ", ".join(f"{name} {score:.3f}" for name, score in self.progress.before.items())
-        print0("held-out before training:", scores_text or "no held-out rows; see --eval-data")
+        eval_rewards_text = ", ".join(f"{name} {score:.3f}" for name, score in self.progress.before.items())
+        print0("held-out before training:", eval_rewards_text or "no held-out rows; see --eval-data")
 
     def steps(self) -> Iterator[int]:
         """Yield the remaining step numbers. If a stop is requested, end the iteration after the current step.

@@ -50,11 +50,11 @@ def lock_run_folder(name: str) -> Iterator[RunFolder]:
         f"--run-name {name}: must be a plain name, not a path; set $MINIRL_RUNS to choose the parent folder",
     )
     folder = runs_root() / name
-    lock = previous_start = None
+    lock = args_and_checkpoint = None
     if rank() == 0:
         lock = _take_lock(folder)
-        previous_start = _previous_start(folder)
-    args, checkpoint = broadcast_object(previous_start)
+        args_and_checkpoint = _previous_start(folder)
+    args, checkpoint = broadcast_object(args_and_checkpoint)
     try:
         path = folder / "lock"
         # Each launch appends a random token to the lock file, so nodes without a shared file system read different

@@ -36,10 +36,10 @@ from minirl.report.records import rollout_records
 from minirl.rewards.functions import RewardLike, overlong_penalty, rewards_and_weights
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rollouts import NO_TRUNCATION, Truncation
-from minirl.run.config import RunConfig, model_folder_of_field
+from minirl.run.config import RunConfig, model_folder_from_config
 from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.flags import flag_name
-from minirl.run.inputs import load_prompts, load_rewards, load_rollout, load_task
+from minirl.run.inputs import load_prompts, load_rewards, load_rollout_function, load_task
 from minirl.run.planning import plan, this_machine, workload
 from minirl.run.run_folder import lock_run_folder, runs_root
 from minirl.training.frozen_models import FrozenModel, OutputFunction, without_adapters
@@ -81,7 +81,7 @@ class Setup:
         self.device = process_group.start(
             shares_cores=config.offload_optimizer,
             hang_timeout=config.hang_timeout,
-            may_use_cpu=config.is_embedded,
+            may_use_cpu=config.uses_bundled_model,
         )
         self.dtype = config.compute_dtype(self.device.type)
         new_run_name = time.strftime(f"{name}-%Y%m%d-%H%M%S-") + secrets.token_hex(2)
@@ -93,7 +93,7 @@ class Setup:
                     f"{self.folder.path}: contains {'an evaluation' if has_evaluation else 'a training run'}; choose "
                     "another --run-name",
                 )
-            self._user_rollout = load_rollout(config)
+            self._user_rollout = load_rollout_function(config)
             self.task = load_task(config, has_rewards=rewards is not None)
             trained, logged = load_rewards(config, self.task)
             # An adapter checkpoint contains no full models, so a resumed run loads the initial model folders.
@@ -192,7 +192,7 @@ class Setup:
         so both share weights.
         """
         models = []
-        if self.config.has_reference:
+        if self.config.has_reference_model:
             if self.config.adapters:
                 models.append(self.frozen_model(policy, without_adapters(score_batch), ["ref_logprobs"]))
             else:
@@ -204,7 +204,7 @@ class Setup:
                     "reference; pass the initial model, or choose another --run-name",
                 )
                 models.append(self.frozen_model(reference_folder, score_batch, ["ref_logprobs"]))
-        if teacher := model_folder_of_field(self.config, "teacher"):
+        if teacher := model_folder_from_config(self.config, "teacher"):
             models.append(self.frozen_model(teacher, score_teacher, ["teacher_logprobs"]))
         return models
 

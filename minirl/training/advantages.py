@@ -22,9 +22,9 @@ def weighted_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
     NaN marks a reward that does not apply to the completion and is left out of the sum. The sum is NaN if no reward
     applies. Rewards with weight 0 are only logged.
     """
-    scores = rewards.nan_to_num(0.0) @ weights
-    has_score = (~rewards.isnan() & (weights != 0)).any(-1)
-    return scores.masked_fill(~has_score, torch.nan)
+    weighted_sums = rewards.nan_to_num(0.0) @ weights
+    has_reward = (~rewards.isnan() & (weights != 0)).any(-1)
+    return weighted_sums.masked_fill(~has_reward, torch.nan)
 
 
 def have_zero_variance(rewards: Tensor) -> Tensor:
@@ -33,10 +33,10 @@ def have_zero_variance(rewards: Tensor) -> Tensor:
     A zero-variance group has equal rewards, so it gives no learning signal. Rewards that differ only by a
     rounding error count as equal. NaN rewards are ignored.
     """
-    lowest = rewards.nan_to_num(torch.inf).amin(1)
-    highest = rewards.nan_to_num(-torch.inf).amax(1)
-    max_abs_reward = torch.maximum(highest, -lowest)
-    return highest - lowest <= RELATIVE_ERROR * max_abs_reward.clamp(min=EPS)
+    min_rewards = rewards.nan_to_num(torch.inf).amin(1)
+    max_rewards = rewards.nan_to_num(-torch.inf).amax(1)
+    max_abs_reward = torch.maximum(max_rewards, -min_rewards)
+    return max_rewards - min_rewards <= RELATIVE_ERROR * max_abs_reward.clamp(min=EPS)
 
 
 def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps: float = EPS) -> Tensor:
@@ -57,36 +57,36 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
     rewards exist to compute the statistics.
     """
     if isinstance(baseline, Tensor):
-        centered = rewards - baseline[:, None]
+        centered_rewards = rewards - baseline[:, None]
     elif baseline in ("mean", "leave_one_out"):
-        centered = rewards - rewards.nanmean(1, keepdim=True)
+        centered_rewards = rewards - rewards.nanmean(1, keepdim=True)
         # The mean of equal rewards may differ from the rewards by a rounding error.
-        centered = centered.masked_fill(have_zero_variance(rewards)[:, None], 0.0)
+        centered_rewards = centered_rewards.masked_fill(have_zero_variance(rewards)[:, None], 0.0)
         if baseline == "leave_one_out":
             # r_i - mean of the others = (r_i - mean of all) G / (G - 1)
             group_size = (~rewards.isnan()).sum(1, keepdim=True).to(rewards)
-            centered = centered * (group_size / (group_size - 1))
+            centered_rewards = centered_rewards * (group_size / (group_size - 1))
     elif baseline == "none":
-        centered = rewards
+        centered_rewards = rewards
     else:
         raise ValueError(f"baseline {baseline!r} is unknown")
 
     if norm == "group_std":
-        centered = centered / (_standard_deviation(rewards, [1]) + eps)
+        centered_rewards = centered_rewards / (_standard_deviation(rewards, [1]) + eps)
     elif norm == "batch_std":
-        centered = centered / (_standard_deviation(rewards, [0, 1]) + eps)
+        centered_rewards = centered_rewards / (_standard_deviation(rewards, [0, 1]) + eps)
     elif norm not in ("none", "whiten"):
         raise ValueError(f"advantage norm {norm!r} is unknown")
     # An advantage is NaN if the reward or the greedy reward is missing, or if a standard deviation would be computed
     # from fewer than two rewards.
-    return centered.nan_to_num(0.0)
+    return centered_rewards.nan_to_num(0.0)
 
 
 def _standard_deviation(rewards: Tensor, dims: list[int]) -> Tensor:
     """Return the standard deviation (ddof 1, dims kept) of the non-NaN rewards; NaN for fewer than two rewards."""
-    count = (~rewards.isnan()).sum(dims, keepdim=True)
+    num_rewards = (~rewards.isnan()).sum(dims, keepdim=True)
     squared_deviations = (rewards - rewards.nanmean(dims, keepdim=True)).square()
-    return (squared_deviations.nansum(dims, keepdim=True) / (count - 1)).sqrt()
+    return (squared_deviations.nansum(dims, keepdim=True) / (num_rewards - 1)).sqrt()
 
 
 def select_groups(is_zero_variance: Tensor, count: int) -> list[int]:
@@ -125,12 +125,12 @@ def gae(
     max_length = max(lengths.tolist(), default=0)
     # Go from the last token to the first, in all sequences at once.
     for steps_back in range(1, max_length + 1):
-        has_token = lengths >= steps_back
-        token_index = (sequence_ends - steps_back)[has_token]
-        delta = rewards[token_index] + gamma * next_value[has_token] - values[token_index]
-        next_advantage[has_token] = delta + gamma * gae_lambda * next_advantage[has_token]
-        next_value[has_token] = values[token_index]
-        advantages[token_index] = next_advantage[has_token]
+        is_long_enough = lengths >= steps_back
+        token_index = (sequence_ends - steps_back)[is_long_enough]
+        delta = rewards[token_index] + gamma * next_value[is_long_enough] - values[token_index]
+        next_advantage[is_long_enough] = delta + gamma * gae_lambda * next_advantage[is_long_enough]
+        next_value[is_long_enough] = values[token_index]
+        advantages[token_index] = next_advantage[is_long_enough]
     return advantages
 
 
@@ -147,9 +147,9 @@ def token_rewards(scores: Tensor, kl: Tensor, lengths: Tensor, *, kl_coef: float
     kl is the k1 estimate old - ref (arXiv:2203.02155 eq. 2). The score of a sequence without sampled tokens is dropped.
     """
     rewards = -kl_coef * kl
-    has_tokens = lengths > 0
-    last_token_index = lengths.cumsum(0)[has_tokens] - 1
-    rewards[last_token_index] += scores[has_tokens]
+    has_sampled_tokens = lengths > 0
+    last_token_index = lengths.cumsum(0)[has_sampled_tokens] - 1
+    rewards[last_token_index] += scores[has_sampled_tokens]
     return rewards
 
 

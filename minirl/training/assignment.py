@@ -54,33 +54,40 @@ def plan_microbatches(
     by_prompt: dict[RolloutId, list[SequenceInfo]] = defaultdict(list)
     for sequence in sorted(sequences, key=lambda sequence: (-sequence.num_tokens, sequence)):
         by_prompt[sequence.prompt_id].append(sequence)
-    pieces = list(map(_make_piece, by_prompt.values()))
-    tokens_per_rank = -sum(piece.negated_num_tokens for piece in pieces) / num_ranks
-    heapq.heapify(pieces)
-    ranks = [_Rank() for _ in range(num_ranks)]
-    while pieces:
-        piece = heapq.heappop(pieces)
-        rank = min(ranks, key=lambda rank: rank.num_tokens_with(piece))
-        is_too_large = rank.num_tokens_with(piece) > tokens_per_rank or -piece.negated_num_tokens > max_tokens
-        if is_too_large and len(piece.members) > 1:
+    prompt_pieces = list(map(_make_piece, by_prompt.values()))
+    target_tokens_per_rank = (
+        -sum(prompt_piece.negated_num_tokens for prompt_piece in prompt_pieces) / num_ranks
+    )
+    heapq.heapify(prompt_pieces)
+    rank_loads = [_Rank() for _ in range(num_ranks)]
+    while prompt_pieces:
+        prompt_piece = heapq.heappop(prompt_pieces)
+        rank = min(rank_loads, key=lambda rank: rank.num_tokens_with(prompt_piece))
+        is_too_large = (
+            rank.num_tokens_with(prompt_piece) > target_tokens_per_rank
+            or -prompt_piece.negated_num_tokens > max_tokens
+        )
+        if is_too_large and len(prompt_piece.members) > 1:
             # The members are sorted by length, so each half gets about half of the tokens.
-            heapq.heappush(pieces, _make_piece(piece.members[::2]))
-            heapq.heappush(pieces, _make_piece(piece.members[1::2]))
+            heapq.heappush(prompt_pieces, _make_piece(prompt_piece.members[::2]))
+            heapq.heappush(prompt_pieces, _make_piece(prompt_piece.members[1::2]))
             continue
         refuse(
-            -piece.negated_num_tokens > max_tokens,
-            f"--max-tokens-per-microbatch {max_tokens}: a rollout has {-piece.negated_num_tokens} "
+            -prompt_piece.negated_num_tokens > max_tokens,
+            f"--max-tokens-per-microbatch {max_tokens}: a rollout has {-prompt_piece.negated_num_tokens} "
             "tokens; raise the limit",
         )
         fitting_microbatches = [
-            micro for micro in rank.microbatches if micro.num_tokens_with(piece) <= max_tokens
+            micro for micro in rank.microbatches if micro.num_tokens_with(prompt_piece) <= max_tokens
         ]
         if not fitting_microbatches:
             fitting_microbatches = [_Load()]
             rank.microbatches += fitting_microbatches
-        rank.add(piece)
-        min(fitting_microbatches, key=lambda micro: piece.prompt_id not in micro.prompts).add(piece)
-    microbatches_per_rank = [[sorted(micro.members) for micro in rank.microbatches] for rank in ranks]
+        rank.add(prompt_piece)
+        min(fitting_microbatches, key=lambda micro: prompt_piece.prompt_id not in micro.prompts).add(
+            prompt_piece
+        )
+    microbatches_per_rank = [[sorted(micro.members) for micro in rank.microbatches] for rank in rank_loads]
     num_microbatches = max(map(len, microbatches_per_rank))
     return [micros + [[]] * (num_microbatches - len(micros)) for micros in microbatches_per_rank]
 

@@ -3,7 +3,7 @@
 Each branch of a `Rollout` is a `SampledSequence`, a prompt with a completion on the host; most rollouts have one
 branch. A `Batch` concatenates N sequences (T tokens in total) on the device, as per-token tensors of shape [T]. Every
 rank knows every `RolloutInfo` of a step, and thus every `SequenceInfo`, and uses this metadata to plan updates and to
-build batches. Only `gather_infos`, `gather_to_rollouts` and `exchange` are collective.
+build batches. Only `gather_rollout_infos`, `gather_to_rollouts` and `exchange` are collective.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from minirl.rollouts import (
     RolloutId,
     SampledSequence,
     all_branches,
-    join_streams,
+    concat_tokens,
 )
 from minirl.training.losses import repeat_over_tokens, sequence_sums
 
@@ -76,7 +76,7 @@ class RolloutInfo(NamedTuple):
         return sum(sequence.num_loss_tokens for sequence in self.sequences)
 
 
-def independent_sequences(lengths: Iterable[int]) -> tuple[SequenceInfo, ...]:
+def sequence_infos_from_lengths(lengths: Iterable[int]) -> tuple[SequenceInfo, ...]:
     """Return infos for sequences with these lengths, each from its own rollout and prompt."""
     return tuple(SequenceInfo(RolloutId(i, 0), n, rollout_index=i) for i, n in enumerate(lengths))
 
@@ -158,9 +158,11 @@ class Batch:
         sequences = list(map(attention.Sequence, self.lengths))
         parent_of: dict[RolloutId, int] = {}
         for i, sequence in enumerate(self.sequences):
-            parent = parent_of.setdefault(sequence.prompt_id, i)
-            if parent != i:
-                sequences[i] = attention.Sequence(sequence.num_tokens, parent, sequence.num_prompt_tokens)
+            parent_index = parent_of.setdefault(sequence.prompt_id, i)
+            if parent_index != i:
+                sequences[i] = attention.Sequence(
+                    sequence.num_tokens, parent_index, sequence.num_prompt_tokens
+                )
         return PackedLayout(tuple(sequences), self.tokens.device)
 
     def replace(self, **fields: Any) -> Self:
@@ -177,12 +179,12 @@ class Batch:
         The sequences are looked up by id.
         """
         starts = itertools.accumulate(self.lengths, initial=0)
-        start_of = {sequence.id: start for sequence, start in zip(self.sequences, starts, strict=False)}
-        stream_indices = concatenated_ranges(
-            [start_of[sequence.id] for sequence in sequences],
+        start_by_id = {sequence.id: start for sequence, start in zip(self.sequences, starts, strict=False)}
+        token_indices = concatenated_ranges(
+            [start_by_id[sequence.id] for sequence in sequences],
             [sequence.num_tokens for sequence in sequences],
         )
-        return to_device(stream_indices, self.tokens.device)
+        return to_device(token_indices, self.tokens.device)
 
     def select(self, sequences: Sequence[SequenceInfo]) -> Self:
         """Return a batch of these sequences in this order, looked up by id."""
@@ -197,14 +199,14 @@ class Batch:
 
     def scatter(self, values: Tensor) -> Tensor:
         """Return a per-token tensor [T, ...] with values [M, ...] at the sampled tokens, in order, and 0 elsewhere."""
-        stream = values.new_zeros(len(self.tokens), *values.shape[1:])
-        stream[self.loss_index] = values
-        return stream
+        token_values = values.new_zeros(len(self.tokens), *values.shape[1:])
+        token_values[self.loss_index] = values
+        return token_values
 
     def sequences_to_tokens(self, values: Tensor) -> Tensor:
         """Return a per-token tensor [T] with each sequence's value [N] at its sampled tokens, and 0 elsewhere."""
-        repeated = repeat_over_tokens(values.to(self.tokens.device), self.lengths)
-        return repeated.masked_fill(~self.loss_mask, 0)
+        token_values = repeat_over_tokens(values.to(self.tokens.device), self.lengths)
+        return token_values.masked_fill(~self.loss_mask, 0)
 
     def rollouts_to_tokens(self, values: Tensor) -> Tensor:
         """Return a per-token tensor [T] with each rollout's value [P, G] at its sampled tokens, and 0 elsewhere."""
@@ -216,7 +218,7 @@ class Batch:
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
-def gather_infos(rewarded: Iterable[RewardedRollout]) -> list[RolloutInfo]:
+def gather_rollout_infos(rewarded: Iterable[RewardedRollout]) -> list[RolloutInfo]:
     """Gather sorted infos for all ranks' rollouts (collective). rewarded: this rank's rollouts."""
     local_infos = [
         RolloutInfo(list(map(make_sequence_info, rollout.branches)), rollout.is_truncated, rewards)
@@ -237,8 +239,10 @@ def gather_to_rollouts(batch: Batch, values: Tensor, num_rollouts: int) -> Tenso
 
 def pack(branches: Sequence[SampledSequence], batch_type: type[Batch] = Batch) -> Batch:
     """Pack branches into a batch on the host, without setting rollout indices. Not collective."""
-    packed = join_streams(*(branch.stream for branch in branches))
-    streams = {name: torch.from_numpy(packed[field].copy()) for name, field in TOKEN_STREAMS.items()}
+    packed_token_data = concat_tokens(*(branch.stream for branch in branches))
+    streams = {
+        name: torch.from_numpy(packed_token_data[field].copy()) for name, field in TOKEN_STREAMS.items()
+    }
     return batch_type(sequences=tuple(map(make_sequence_info, branches)), **streams)
 
 
@@ -264,34 +268,37 @@ def exchange(
     local_batch = pack(all_branches(rollouts), batch_type).replace(**(streams or {}))
     ranks = range(world_size())
     # The sequences that each rank trains on, in all minibatches.
-    planned_sequences = [
+    planned_sequences_by_rank = [
         [sequence for per_rank in plan for micro in per_rank[r] for sequence in micro] for r in ranks
     ]
-    sent_sequences = [
-        [sequence for sequence in part if sequence.owner_rank == rank()] for part in planned_sequences
+    sent_sequences_by_rank = [
+        [sequence for sequence in part if sequence.owner_rank == rank()] for part in planned_sequences_by_rank
     ]
-    received = [
-        [sequence for sequence in planned_sequences[rank()] if sequence.owner_rank == r] for r in ranks
+    received_sequences = [
+        [sequence for sequence in planned_sequences_by_rank[rank()] if sequence.owner_rank == r]
+        for r in ranks
     ]
     num_sent, num_received = (
-        [sum(sequence.num_tokens for sequence in part) for part in sequence_tokens]
-        for sequence_tokens in (sent_sequences, received)
+        [sum(sequence.num_tokens for sequence in part) for part in sequences_by_rank]
+        for sequences_by_rank in (sent_sequences_by_rank, received_sequences)
     )
-    outgoing_batch = local_batch.select(list(itertools.chain(*sent_sequences)))
-    received_streams = {}
+    outgoing_batch = local_batch.select(list(itertools.chain(*sent_sequences_by_rank)))
+    received_token_tensors = {}
     with spent_on("wait_ranks"):
         for name, stream in outgoing_batch._per_token_tensors().items():
-            received_streams[name] = stream.new_empty(sum(num_received), *stream.shape[1:])
-            dist.all_to_all_single(received_streams[name], stream, num_received, num_sent)
-    unsorted_batch = local_batch.replace(sequences=tuple(itertools.chain(*received)), **received_streams)
+            received_token_tensors[name] = stream.new_empty(sum(num_received), *stream.shape[1:])
+            dist.all_to_all_single(received_token_tensors[name], stream, num_received, num_sent)
+    unsorted_batch = local_batch.replace(
+        sequences=tuple(itertools.chain(*received_sequences)), **received_token_tensors
+    )
     batch = unsorted_batch.select(sorted(unsorted_batch.sequences))
     # Shared prompts must be identical, because they go through the model only once.
     sequence_tokens = zip(batch.sequences, batch.tokens.split(batch.lengths), strict=True)
-    prompt_contents = {
+    prompt_token_bytes = {
         (info.prompt_id, tokens[: info.num_prompt_tokens].numpy().tobytes())
         for info, tokens in sequence_tokens
     }
-    assert len(prompt_contents) == len(dict(prompt_contents)), "one prompt's rollouts begin differently"
+    assert len(prompt_token_bytes) == len(dict(prompt_token_bytes)), "one prompt's rollouts begin differently"
     return batch
 
 

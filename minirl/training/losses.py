@@ -83,8 +83,8 @@ def cispo_loss(
     -stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A logprobs, arXiv:2506.13585 eq. 4. The bounds are
     relative to 1, as in the other losses: clip_high 4 caps the ratio at 5, clip_low 1 sets no lower bound.
     """
-    weight = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
-    return -weight * advantages * logprobs
+    clipped_ratio = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
+    return -clipped_ratio * advantages * logprobs
 
 
 @torch.no_grad()
@@ -116,8 +116,8 @@ def importance_weights(
     if level == "sequence":
         log_rho = repeat_over_tokens(sequence_sums(log_rho, lengths), lengths)
     rho = log_rho.exp()
-    clamped = rho.clamp(low, high)
-    return clamped if kind == "truncate" else rho.where(rho == clamped, 0.0)
+    clamped_rho = rho.clamp(low, high)
+    return clamped_rho if kind == "truncate" else rho.where(rho == clamped_rho, 0.0)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> Tensor:
@@ -154,19 +154,19 @@ def loss_weights(
 
     Rollouts whose `keep` (bool [P, G]) is false get weight 0 and count toward neither N nor sum(L).
     """
-    lengths = num_loss_tokens.double()
+    token_counts = num_loss_tokens.double()
     keep_mask = keep.double()
-    minibatch = minibatch_index(lengths.numel(), num_minibatches)
+    minibatch_of_rollout = minibatch_index(token_counts.numel(), num_minibatches)
 
     def minibatch_total(values: Tensor) -> Tensor:
         """Sum values [P, G] over each rollout's minibatch; the sums are clamped to at least 1."""
-        sums = minibatch.bincount(values.flatten(), minlength=num_minibatches)
-        return sums.clamp(min=1)[minibatch].view_as(values)
+        minibatch_sums = minibatch_of_rollout.bincount(values.flatten(), minlength=num_minibatches)
+        return minibatch_sums.clamp(min=1)[minibatch_of_rollout].view_as(values)
 
     if norm == "token_mean":
-        return keep_mask / minibatch_total(keep_mask * lengths)
+        return keep_mask / minibatch_total(keep_mask * token_counts)
     if norm == "sequence_mean":
-        return keep_mask / (minibatch_total(keep_mask) * lengths.clamp(min=1))
+        return keep_mask / (minibatch_total(keep_mask) * token_counts.clamp(min=1))
     if norm == "constant":
         return keep_mask / (minibatch_total(keep_mask) * constant)
     raise ValueError(f"loss norm {norm!r}: choose token_mean, sequence_mean or constant")

@@ -44,7 +44,7 @@ def score_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     Not collective.
     """
     targets = batch.tokens[batch.loss_index]
-    states, divisor = sampling_hidden_states(model, batch), batch_logit_divisor(batch)
+    states, divisor = sampling_hidden_states(model, batch), token_logit_divisors(batch)
     logprobs, entropies = head_logprobs(states, model.head, targets, divisor)
     return batch.scatter(logprobs), batch.scatter(entropies)
 
@@ -59,7 +59,7 @@ def score_teacher(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     return logprobs.where(is_in_vocab | ~batch.loss_mask, UNKNOWN_TOKEN_LOGPROB), entropies
 
 
-def value_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
+def predict_values(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return a scalar head's outputs, as two per-token tensors, fp32 [T].
 
     At each sampled token, the first result is the value of the state before the token. At each sequence's last token,
@@ -71,8 +71,8 @@ def value_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     # Multiply and sum one state at a time, because a matmul with one column is not batch-invariant.
     upcast_dtype = at_least_fp32(hidden.dtype)
     score_weight = model.score.weight.to(upcast_dtype)
-    outputs = (hidden.to(upcast_dtype) * score_weight).sum(-1)
-    values, scores = outputs.split([len(before), len(last)])
+    head_outputs = (hidden.to(upcast_dtype) * score_weight).sum(-1)
+    values, scores = head_outputs.split([len(before), len(last)])
     end_values = values.new_zeros(len(batch.tokens))
     end_values[last] = scores
     return batch.scatter(values), end_values
@@ -103,7 +103,7 @@ def _hidden_states_at(model: Transformer, batch: Batch, token_index: Tensor) -> 
     return hidden.index_select(0, layout.hidden_index[token_index])
 
 
-def batch_logit_divisor(batch: Batch) -> Tensor:
+def token_logit_divisors(batch: Batch) -> Tensor:
     """Return the `logit_divisor` of the sampled tokens' temperatures, [M, 1]."""
     temperatures = torch.tensor([sequence.temperature for sequence in batch.sequences])
     temperatures = to_device(temperatures, batch.tokens.device)
@@ -234,7 +234,7 @@ def _score_token_chunk(
         return target_logprobs, _entropies(logprobs), divisor.new_empty(0)
     # Allocate the results before the loop: small tensors between the freed logits would keep malloc from reusing that
     # memory.
-    chunk_totals = divisor.new_empty(len(hidden), len(head_chunks))
+    chunk_logsumexps = divisor.new_empty(len(hidden), len(head_chunks))
     entropies = divisor.new_empty(len(hidden), len(head_chunks))
     target_logits = divisor.new_empty(len(hidden), 1)
     chunk_start = 0
@@ -242,16 +242,16 @@ def _score_token_chunk(
         logits = chunk_logits(hidden, head_chunk, divisor)
         index, is_in_chunk = index_in_chunk(targets - chunk_start, len(head_chunk))
         target_logits.copy_(torch.where(is_in_chunk, logits.gather(1, index), target_logits))
-        chunk_totals[:, i] = logits.logsumexp(-1)
+        chunk_logsumexps[:, i] = logits.logsumexp(-1)
         # Conditional logprobs, given that the token is in this vocabulary chunk.
-        logprobs = logits.sub_(chunk_totals[:, i, None])
+        logprobs = logits.sub_(chunk_logsumexps[:, i, None])
         entropies[:, i] = _entropies(logprobs)
         chunk_start += len(head_chunk)
-    target_logprobs = log_softmax(target_logits, chunk_totals)[:, 0]
+    target_logprobs = log_softmax(target_logits, chunk_logsumexps)[:, 0]
     # The entropy of choosing a chunk, plus the mean entropy of choosing a token within a chunk.
-    chunk_logprobs = torch.log_softmax(chunk_totals, -1)
+    chunk_logprobs = torch.log_softmax(chunk_logsumexps, -1)
     entropy_terms = chunk_logprobs.exp() * (entropies - chunk_logprobs)
-    return target_logprobs, entropy_terms.nan_to_num(0.0).sum(-1), chunk_totals
+    return target_logprobs, entropy_terms.nan_to_num(0.0).sum(-1), chunk_logsumexps
 
 
 def _entropies(logprobs: Tensor) -> Tensor:

@@ -230,17 +230,17 @@ class ShardedModel:
         for other in {*self.masters.values()} - trained_parameters:
             other.grad = None
         gradients = {name: master.grad for name, master in self.masters.items() if master.grad is not None}
-        norm = _total_norm(gradients.values()) if gradients else 0.0
-        if not math.isfinite(norm):
+        grad_norm = _total_norm(gradients.values()) if gradients else 0.0
+        if not math.isfinite(grad_norm):
             cause = _first_nonfinite(gradients)
-            raise GuardError(f"gradient norm is {norm}: {cause}. Nothing was updated; try a lower --lr")
-        if norm == 0:
+            raise GuardError(f"gradient norm is {grad_norm}: {cause}. Nothing was updated; try a lower --lr")
+        if grad_norm == 0:
             optimizer.zero_grad()
-            return norm
-        if max_grad_norm and norm > max_grad_norm:
+            return grad_norm
+        if max_grad_norm and grad_norm > max_grad_norm:
             # Scale all local shards in one kernel.
             torch._foreach_mul_(
-                [_local_shard(gradient) for gradient in gradients.values()], max_grad_norm / norm
+                [_local_shard(gradient) for gradient in gradients.values()], max_grad_norm / grad_norm
             )
         for group in optimizer.param_groups:
             initial_lr = group.setdefault("initial_lr", group["lr"])
@@ -255,7 +255,7 @@ class ShardedModel:
                 "and the last checkpoint is unchanged; try a lower --lr"
             )
         self.refresh()
-        return norm
+        return grad_norm
 
     def state_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Return this rank's shards for a checkpoint. Not collective.
@@ -288,16 +288,16 @@ class ShardedModel:
         )
         for key, (state_name, name) in split_keys.items():
             master = self.masters[name]
-            state = {"masters": master} if state_name == "masters" else optimizer.state[master]
+            parameter_state = {"masters": master} if state_name == "masters" else optimizer.state[master]
             shards = [tensors[key] for tensors in saved]
             if shards[0].ndim == 0:  # the step count, which every rank has
-                state[state_name] = shards[0].to(master.device, copy=True)
+                parameter_state[state_name] = shards[0].to(master.device, copy=True)
                 continue
-            if state_name not in state:  # some optimizers create their state in the first step
-                state[state_name] = torch.zeros_like(master)
+            if state_name not in parameter_state:  # some optimizers create their state in the first step
+                parameter_state[state_name] = torch.zeros_like(master)
             full = torch.cat(shards)
             check_shape(full.shape, master, f"{origin}: {key}")
-            fill_parameter(state[state_name], full, f"{origin}: {key}")
+            fill_parameter(parameter_state[state_name], full, f"{origin}: {key}")
         self.refresh()
 
     @torch.no_grad()
@@ -389,12 +389,12 @@ def make_sharded_storage(
     decoder.to(dtype).requires_grad_(False)
     decoder.layers._apply(lambda tensor: torch.zeros_like(tensor, device=device))
     _assign_weights(decoder, root_weights)
-    layers = {name: weight for name, weight in decoder.named_parameters() if name not in root_weights}
-    for name in frozen.keys() & layers.keys():
+    layer_weights = {name: weight for name, weight in decoder.named_parameters() if name not in root_weights}
+    for name in frozen.keys() & layer_weights.keys():
         shard = _local_shard(frozen[name])
-        if shard.shape == layers[name].shape and shard.device == layers[name].device:
-            layers[name].data = shard
-    return Storage(weights | layers, decoder, module)
+        if shard.shape == layer_weights[name].shape and shard.device == layer_weights[name].device:
+            layer_weights[name].data = shard
+    return Storage(weights | layer_weights, decoder, module)
 
 
 def _total_norm(tensors: Iterable[Tensor]) -> float:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from minirl.rewards.functions import FunctionReward, PromptGroup, Reward
-from minirl.rollouts import Rollout, RolloutId, SampledSequence, join_streams, make_token_stream
+from minirl.rollouts import Rollout, RolloutId, SampledSequence, concat_tokens, make_token_stream
 
 
 def rewards_of_call(function, row, completions):
@@ -25,7 +25,7 @@ def sampled(ids, *, logprobs=0.0, versions=0):
 
 def rollout_of(rollout_id, prompt_ids, completion, finish_reason):
     """Return a rollout with this prompt and completion."""
-    stream = join_streams(make_token_stream(prompt_ids), completion)
+    stream = concat_tokens(make_token_stream(prompt_ids), completion)
     return Rollout((SampledSequence(stream, len(prompt_ids), rollout_id, finish_reason),), finish_reason)
 
 

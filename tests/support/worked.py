@@ -3,7 +3,7 @@
 import torch
 
 from minirl.episodes.step_groups import Groups
-from minirl.training.batch import RolloutInfo, independent_sequences
+from minirl.training.batch import RolloutInfo, sequence_infos_from_lengths
 
 
 def double(values):
@@ -24,7 +24,7 @@ def groups_of(rewards, counts=None, *, greedy=None):
     counts = torch.ones_like(rewards).long() if counts is None else counts
     infos = [
         RolloutInfo([one._replace(num_loss_tokens=one.num_tokens)], False, [])
-        for one in independent_sequences(counts.flatten().tolist())
+        for one in sequence_infos_from_lengths(counts.flatten().tolist())
     ]
     greedy_rewards = rewards[:, :0, None] if greedy is None else greedy.view(len(rewards), -1, 1)
     return Groups(None, infos, rewards[..., None], greedy_rewards, double([1.0]))

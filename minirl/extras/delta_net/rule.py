@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from minirl.extras.delta_net.states import DELTA_CHUNK, DeltaStates, StateCache, next_state
 from minirl.model.attention import PackedLayout, Sequence, to_device
-from minirl.model.batch_invariance import activate, at_least_fp32, measured
+from minirl.model.batch_invariance import activate, at_least_fp32, cache_measurement
 from minirl.model.config import DeltaNet
 
 
@@ -279,7 +279,7 @@ def padded_rows(shape: DeltaNet, device: torch.device) -> int:
     return min_batch_rows(shape) or 2 if device.type == "cpu" else 2
 
 
-@measured
+@cache_measurement
 def min_batch_rows(shape: DeltaNet) -> int | None:
     """Return the smallest row count to pad to at which `run_row` matches `run_chunks` bitwise on this CPU.
 
