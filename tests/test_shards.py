@@ -117,7 +117,7 @@ def weights_held(rank, folder, options):
     ]
     model = models[0]
     addresses = [parameter.data_ptr() for parameter in model.decoder.parameters()]
-    model.refresh()
+    model.refresh_compute_weights()
     assert addresses == [parameter.data_ptr() for parameter in model.decoder.parameters()]
     for name, shard in model._frozen.items():
         weight = model.compute_weights[name]

@@ -272,7 +272,7 @@ class ChatTokenizer(Tokenizer):
                 **self.template_arguments,
             )
         except Exception as error:
-            # A chat template is a program from the model folder, so rendering may raise anything.
+            # A chat template is code from the model folder, so rendering may raise any exception.
             reason = f"{type(error).__name__}: {str(error)[:300]}"
             raise InputError(
                 f"{origin}: the chat template of {self.folder} rejects the messages: {reason}; change the "

@@ -52,7 +52,7 @@ def _splitmix64(x: Number) -> Number:
 
 
 def _shift_right(x: Number, bits: int) -> Number:
-    """Logically shift the lowest 64 bits of x right by masking off the bits shifted in from the left."""
+    """Return the logical right shift of the low 64 bits of x: an arithmetic shift whose sign bits are masked off."""
     bit_mask = (1 << (64 - bits)) - 1
     return (x >> bits) & bit_mask
 

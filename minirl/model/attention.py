@@ -1,8 +1,8 @@
 """Attention layouts and kernel dispatch.
 
-A layout assigns packed tokens to sequences. A `PackedLayout` contains whole sequences end to end (training, scoring,
-prefill); a prefix that several sequences share is processed only once. A `DecodeLayout` contains the next tokens of
-cached sequences. `attend` accepts either layout, so the model needs only one forward.
+A layout assigns packed tokens to sequences. A `PackedLayout` holds whole sequences laid end to end, as in training,
+scoring and prefill; a prefix that several sequences share is processed only once. A `DecodeLayout` contains the next
+tokens of cached sequences. `attend` accepts either layout, so the model needs only one forward.
 
 All kernels compute the same attention. Packed sequences use flash-attn or torch's varlen kernel (CUDA, 16-bit dtypes,
 head dimension up to 256 and a multiple of 8); all other cases use `portable_attention`. Decoding uses `paged_attention`

@@ -60,7 +60,7 @@ def has_adapters(folder: Path) -> bool:
     return (folder / ADAPTERS_FILE).is_file()
 
 
-def base_folder(folder: Path, *, with_weights: bool = True) -> Path:
+def base_model_folder(folder: Path, *, with_weights: bool = True) -> Path:
     """Return the local folder of an adapter folder's base model. Raises InputError if the base cannot be found."""
     path = folder / ADAPTERS_FILE
     base = read_json_object(path).get("base_model_name_or_path")
@@ -79,7 +79,7 @@ def model_file(folder: Path, name: str) -> Path:
     path = folder / name
     if path.is_file() or not has_adapters(folder):
         return path
-    return base_folder(folder, with_weights=False) / name
+    return base_model_folder(folder, with_weights=False) / name
 
 
 def transformers_config(raw: Mapping[str, Any]) -> Any:

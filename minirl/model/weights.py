@@ -25,7 +25,7 @@ from minirl.files.safetensors_files import INDEX, is_finite, open_tensors, read_
 from minirl.model.adapters import WEIGHTS_FILE, initial_values, peft_name, read_adapters
 from minirl.model.config import ModelConfig
 from minirl.model.families import config_from_dict, read_config
-from minirl.model.folders import ADAPTERS_FILE, base_folder, has_adapters, model_file
+from minirl.model.folders import ADAPTERS_FILE, base_model_folder, has_adapters, model_file
 from minirl.model.transformer import Transformer, make_meta_model
 from minirl.ranks.process_group import local_world_size, rank, require_same, world_size
 
@@ -216,7 +216,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     transformers also prefers model.safetensors. For an adapter folder, return the base model's files.
     """
     if has_adapters(folder):
-        folder = base_folder(folder)
+        folder = base_model_folder(folder)
     path = folder / "model.safetensors"
     if path.is_file():
         with open_tensors(path) as file:

@@ -162,10 +162,10 @@ def _ranks_without_error() -> list[str]:
     ranks = range(int(os.environ.get("WORLD_SIZE", 1)))
     deadline = time.monotonic() + REPORT_S
     while True:
-        phases = {
+        phase_by_rank = {
             rank: store.get(f"phase/{rank}").decode() for rank in ranks if store.check([f"phase/{rank}"])
         }
-        missing = [f"rank {rank} ({phase})" for rank, phase in phases.items() if phase]
+        missing = [f"rank {rank} ({phase})" for rank, phase in phase_by_rank.items() if phase]
         if not missing or time.monotonic() > deadline:
             return missing
         time.sleep(POLL_S)

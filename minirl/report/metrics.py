@@ -90,8 +90,8 @@ class StepMetrics:
 
         Means and maxima without values are omitted.
         """
-        entries_per_rank = gather_objects(_merge(self._entries))
-        merged_entries = _merge(itertools.chain(*entries_per_rank))
+        entries_per_rank = gather_objects(_merge_entries(self._entries))
+        merged_entries = _merge_entries(itertools.chain(*entries_per_rank))
         return {
             name: number / weight if kind == "mean" else number
             for (kind, name), number, weight in merged_entries
@@ -99,7 +99,7 @@ class StepMetrics:
         }
 
 
-def _merge(entries: Iterable[Entry]) -> list[tuple[tuple[str, str], float, float]]:
+def _merge_entries(entries: Iterable[Entry]) -> list[tuple[tuple[str, str], float, float]]:
     """Merge each metric's entries in order. Reading the first tensor on a device synchronizes with the device."""
     merged: dict[tuple[str, str], tuple[float, float]] = {}
     for key, number, weight in entries:

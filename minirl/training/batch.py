@@ -1,9 +1,9 @@
 """Packed batches of rollouts, and the exchange that sends each sequence to the rank that trains on it.
 
-Each branch of a `Rollout` is a `SampledSequence`, a prompt with a completion on the host; most rollouts have one
-branch. A `Batch` concatenates N sequences (T tokens in total) on the device, as per-token tensors of shape [T]. Every
-rank knows every `RolloutInfo` of a step, and thus every `SequenceInfo`, and uses this metadata to plan updates and to
-build batches. Only `gather_rollout_infos`, `gather_to_rollouts` and `exchange` are collective.
+Each branch of a `Rollout` is a `SampledSequence`: a prompt and its completion, both in host memory. Most rollouts have
+one branch. A `Batch` concatenates N sequences (T tokens in total) on the device, as per-token tensors of shape [T].
+Every rank knows every `RolloutInfo` of a step, and thus every `SequenceInfo`, and uses this metadata to plan updates
+and to build batches. Only `gather_rollout_infos`, `gather_to_rollouts` and `exchange` are collective.
 """
 
 import dataclasses

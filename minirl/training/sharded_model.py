@@ -28,7 +28,8 @@ from minirl.model.weights import check_shape, check_weights, fill_parameter, loa
 from minirl.ranks.process_group import world_size
 from minirl.ranks.time_account import spent_on, wait_for_device
 
-GATHER_BATCH = 8  # parameters per gather in `refresh`; with fewer per gather, ranks would wait more often
+# Parameters per gather in `refresh_compute_weights`; with fewer per gather, ranks would wait more often.
+GATHER_BATCH = 8
 
 
 class ShardedModel:
@@ -46,8 +47,8 @@ class ShardedModel:
     scorer: the model that scores batches under no_grad: the decoder or, with `shard_weights`, the module. The module's
     forward is collective, so every rank must call it the same number of times.
 
-    The constructor, `step`, `refresh`, `load_state` and `backward` are collective; without `shard_gradients`, only the
-    last `backward` of each optimizer step is collective.
+    The constructor, `step`, `refresh_compute_weights`, `load_state` and `backward` are collective; without
+    `shard_gradients`, only the last `backward` of each optimizer step is collective.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class ShardedModel:
         self.compute_weights, self.decoder, self.scorer = storage
         if self._shards_weights:
             self._copy_to_compute_weights(self._frozen)
-            self.refresh()
+            self.refresh_compute_weights()
 
     def _shard_units(
         self, device: torch.device, ignored: set[torch.nn.Parameter], *, offload_optimizer: bool
@@ -254,7 +255,7 @@ class ShardedModel:
                 f"after this update, the norm of the weights is {weight_norm}: {cause}. The weights are not saved, "
                 "and the last checkpoint is unchanged; try a lower --lr"
             )
-        self.refresh()
+        self.refresh_compute_weights()
         return grad_norm
 
     def state_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -298,11 +299,11 @@ class ShardedModel:
             full = torch.cat(shards)
             check_shape(full.shape, master, f"{origin}: {key}")
             fill_parameter(parameter_state[state_name], full, f"{origin}: {key}")
-        self.refresh()
+        self.refresh_compute_weights()
 
     @torch.no_grad()
     @spent_on("refresh")
-    def refresh(self) -> None:
+    def refresh_compute_weights(self) -> None:
         """Copy the master weights into the compute weights, in place (collective).
 
         A refresh temporarily needs twice the memory of GATHER_BATCH parameters, but no extra memory on a single rank
