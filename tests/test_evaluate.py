@@ -18,7 +18,7 @@ from minirl.extras.evaluate import (
     pass_at_k,
     values_by_prompt,
 )
-from minirl.generation.sampling import truncate
+from minirl.generation.sampling import apply_top_k_top_p
 from support.sampling import GRID, columns
 from support.scripts import evaluated, read_metrics, read_rollouts, trained
 
@@ -153,7 +153,7 @@ def test_top_k_and_top_p_keep_the_same_tokens_as_transformers(vocab):
     scale = torch.tensor([0.5, 3.0] * (len(GRID) // 2))[:, None]
     logits = torch.randn(len(GRID), vocab, generator=generator) * scale
     masked = logits.clone()
-    truncate(masked, torch.ones(len(GRID)), *columns(GRID))
+    apply_top_k_top_p(masked, torch.ones(len(GRID)), *columns(GRID))
     for row, (top_k, top_p) in enumerate(GRID):
         expected = TopKLogitsWarper(top_k)(None, logits[row, None])
         if top_p < 1:
