@@ -333,7 +333,8 @@ def test_row_60_too_many_requests_are_rejected_and_pending_ones_end_with_the_epi
     # Under load, a few of the 36 excess requests may take minutes to connect.
     assert len(drive(agent, while_sampled=lambda: at_least(20, answers))) == 1
     assert [answer for status, answer in answers[:20] if status != 429] == []
-    assert {status for status, _ in answers} <= {410, 429}  # 410 if a client is still there when the episode ends
+    # 410 if a client is still there when the episode ends.
+    assert {status for status, _ in answers} <= {410, 429}
     assert answers[0][1]["error"]["message"] == "the episode already has 64 pending requests (the maximum)"
 
 
