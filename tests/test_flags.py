@@ -6,6 +6,7 @@ import typing
 from dataclasses import dataclass
 from unittest import mock
 
+import numpy as np
 import pytest
 
 import train_grpo
@@ -79,6 +80,7 @@ def test_every_number_flag_must_be_finite(module):
         ({"data": ""}, "--data: is empty"),
         ({"reward": ("a", " ")}, "--reward: is empty"),
         ({"temperature": 0.0}, "--temperature 0.0: must be greater than 0"),
+        ({"num_epochs": np.int64(-3)}, "--num-epochs .*: must be a Python int or float"),
     ],
 )
 def test_negative_numbers_invalid_zeros_and_empty_strings_are_rejected(fields, message):

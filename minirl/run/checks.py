@@ -5,6 +5,7 @@ Flags that have no effect are accepted. If a fork needs different rules, change 
 """
 
 import dataclasses
+from numbers import Real
 from typing import Any
 
 from minirl.errors import refuse
@@ -100,3 +101,5 @@ def _check_value(name: str, value: Any) -> None:
             refuse(not abs(item) <= MAX_NUMBER, f"{flag} {item}: must be finite and below 2**63")
             refuse(item < 0 and item is value, f"{flag} {item}: must not be negative")
             refuse(item == 0 and name in POSITIVE, f"{flag} {item}: must be greater than 0")
+        else:
+            refuse(isinstance(item, Real), f"{flag} {item!r}: must be a Python int or float")
