@@ -198,7 +198,7 @@ def test_row_44_a_flash_attn_that_cannot_be_imported_is_not_used_and_said_once(
 
 
 def assert_same(got, expected, is_exact):
-    """Assert equal bits if products are batch-invariant, otherwise equality within 1e-5 (fp32) or bf16's rounding."""
+    """Assert bitwise equality if matmuls are batch-invariant, else equality within 1e-5 (fp32) or bf16's rounding."""
     if is_exact:
         assert torch.equal(got, expected)
     else:
@@ -254,14 +254,14 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_probe_finds_the_least_number_of_queries_with_the_bits_of_many(name, monkeypatch):
-    """In each case, the matrix library rounds some products differently. None means that 16 queries are too few.
+    """In each case, the matrix library rounds some matmuls differently. None means that 16 queries are too few.
 
-    Without bf16 instructions, torch's bf16 products differ too, and a run claims no equal logprobs. Pitfall 38.
+    Without bf16 instructions, torch's bf16 matmuls differ too, and a run does not claim equal logprobs. Pitfall 38.
     """
     has_fault, expected = FAULTS[name]
     config = cached_model("full", torch.float32).config
     if not is_batch_invariant(config, torch.float32, CPU):
-        pytest.skip("this machine's fp32 products are not batch-invariant")
+        pytest.skip("this machine's fp32 matmuls are not batch-invariant")
 
     least = min_invariant_queries(config.head_dim, torch.float32)
 

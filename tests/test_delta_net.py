@@ -74,7 +74,7 @@ def test_a_reused_slot_holds_nothing_of_the_sequence_before(dtype):
     for rollout in expected:
         assert torch.allclose(scores_of(model, [rollout]), pack([rollout]).sample_logprobs, atol=0.1)
     if not is_batch_invariant(model.config, dtype, CPU):
-        pytest.skip("this machine's products are not batch-invariant")
+        pytest.skip("this machine's matmuls are not batch-invariant")
     engine = make_engine(model, max_running_requests=3, keeps_cache=True)
     engine.submit(mixed_requests())
     rollouts = {}

@@ -152,7 +152,7 @@ def test_the_loop_that_the_readme_shows_is_the_script_s():
 
 
 def test_the_phases_that_a_page_names_are_those_of_the_scripts():
-    """The page names a phase in the report of a hang."""
+    """docs/operation.md shows the report of a hang, which names a phase."""
     phases = set(re.findall(r'metrics\.begin\("(\w+)"\)', inspect.getsource(train_grpo)))
     named = re.findall(r"step \d+, phase (\w+)", (DOCS / "operation.md").read_text())
     assert named

@@ -64,10 +64,10 @@ def expected_rollouts(attention: str, dtype: torch.dtype) -> list[Rollout]:
 
 @functools.cache
 def tolerance_for(config: ModelConfig, dtype: torch.dtype) -> float:
-    """Return 0 if all products of this model are batch-invariant, otherwise a tolerance for rounding errors."""
+    """Return 0 if all matmuls of this model are batch-invariant, otherwise a tolerance for rounding errors."""
     if is_batch_invariant(config, dtype, CPU):
         return 0.0
-    print(f"not bitwise: this machine's {dtype} matrix products depend on the number of rows")
+    print(f"not bitwise: this machine's {dtype} matmuls depend on the number of rows")
     return 1e-5 if dtype == torch.float32 else 0.1
 
 
@@ -79,7 +79,7 @@ def assert_same(got: Sequence[Rollout], expected: Sequence[Rollout], model: Tran
     """Assert that the rollouts are the same in any order, bit for bit, or with logprobs equal up to rounding."""
     allowed = tolerance(model)
     if allowed > 1e-5:
-        pytest.skip("bf16 products of this machine depend on the number of rows, so rollouts may too")
+        pytest.skip("bf16 matmuls on this machine depend on the number of rows, so rollouts may too")
     by_id = {rollout.rollout_id: rollout for rollout in got}
     assert len(by_id) == len(got) == len(expected)
     for rollout in expected:

@@ -51,7 +51,7 @@ def logprobs_of(model, tokens, lengths):
 @pytest.mark.parametrize("adapters", [NARROW, WIDE], ids=["narrow", "wide"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_new_adapters_change_no_bit_and_others_no_token_by_its_batch(folder, dtype, adapters):
-    """Packed sequences equal separate sequences even at rank 2, whose small products could depend on the batch."""
+    """Packed sequences equal separate sequences even at rank 2, whose small matmuls could depend on the batch."""
     tokens = torch.arange(90) % 33
     base = load_replica(folder, dtype=dtype)
     assert torch.equal(

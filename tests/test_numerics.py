@@ -1,4 +1,4 @@
-"""Batch-invariant products equal the usual products, and a row's bits do not depend on other rows."""
+"""Batch-invariant matmuls equal ordinary matmuls, and a row's result does not depend on other rows."""
 
 import functools
 import random
@@ -26,7 +26,7 @@ def test_products_are_exact_up_to_rounding(num_in, num_out, rows, dtype):
     bf16 inputs give fp32 logits with fp32's error, and fp64 stays fp64. Pitfall 7. `mm_fp32_out` rounds only its
     operands, such as fp32 gradients of logits.
     """
-    assert 300 * 64 < batch_invariance.MAX_UPCAST_OPERAND < 700 * 64  # both kinds of products
+    assert 300 * 64 < batch_invariance.MAX_UPCAST_OPERAND < 700 * 64  # both kinds of matmuls
     wide = batch_invariance.at_least_fp32(dtype)
     x, wide_x = randn(rows, num_in, dtype=dtype), randn(rows, num_in, dtype=wide)
     weight, bias = randn(num_out, num_in, dtype=dtype, seed=1), randn(num_out, dtype=dtype, seed=2)
@@ -61,7 +61,7 @@ def test_the_gate_has_the_bits_of_autograd(name, width, dtype):
 
 @pytest.fixture
 def library(monkeypatch):
-    """Return a function that replaces the matrix library's product and forgets all measurements."""
+    """Return a function that replaces the matrix library's matmul and forgets all measurements."""
 
     def replace(linear):
         monkeypatch.setattr(F, "linear", linear)
@@ -76,7 +76,7 @@ def exact_product(x, weight):
 
 
 def rows_that_differ(product, x, weight, rng):
-    """Return the row counts, each with a random start, whose product differs from those rows of the full product."""
+    """Return the row counts, each with a random start, whose matmul differs from the same rows of the full matmul."""
     expected = product(x, weight)
     starts = {
         rows: rng.randint(0, len(x) - rows)
@@ -90,7 +90,7 @@ def rows_that_differ(product, x, weight, rng):
 
 
 def at(*rows):
-    """Return an error function for products with these numbers of rows."""
+    """Return an error function for matmuls with these numbers of rows."""
     return lambda x: torch.full((len(x), 1), 1e-5 * (len(x) in rows))
 
 
@@ -128,7 +128,7 @@ def test_the_probe_chooses_the_cheapest_form_that_hides_what_products_depend_on(
 
 
 def test_products_are_measured_again_under_settings_that_change_them(library, monkeypatch):
-    """Settings are the number of threads (several threads are never exact) and the precision of fp32 products."""
+    """Settings are the number of threads (several threads are never exact) and the precision of fp32 matmuls."""
     rows_with_error = []
     library(lambda x, weight: exact_product(x, weight).float() + at(*rows_with_error)(x))
 
@@ -152,7 +152,7 @@ def test_products_are_measured_again_under_settings_that_change_them(library, mo
 
 
 def test_products_are_measured_as_torch_computes_them_whatever_replaces_them_meanwhile():
-    """Under the TorchFunctionMode of transformers' modules, the probe would measure padded products."""
+    """Under the TorchFunctionMode of transformers' modules, the probe would measure padded matmuls."""
 
     class RaisesAtEveryCall(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -164,7 +164,7 @@ def test_products_are_measured_as_torch_computes_them_whatever_replaces_them_mea
 
 
 def test_the_probe_notices_sums_in_another_order_that_rounding_hides(library, monkeypatch):
-    """If some row count changes the order of a bf16 sum, only few elements of random products differ."""
+    """If some row count changes the order of a bf16 sum, only a few elements of random matmuls differ."""
 
     def linear(x, weight):
         order = torch.arange(x.shape[1]).flip(0) if len(x) == 129 else torch.arange(x.shape[1])

@@ -228,7 +228,7 @@ def test_a_grpo_step_is_what_transformers_computes_from_the_file_of_its_rollouts
 def test_a_ppo_step_is_what_transformers_computes_from_the_file_of_its_rollouts(folders, step_of):
     """Each branch is rewarded at its end; only truncated branches are bootstrapped.
 
-    Each model has its own gradient norm. Pitfall 49. transformers loads the saved value model as a classifier.
+    Each model has its own gradient norm (Pitfall 49). transformers loads the saved value model as a classifier.
     """
     from transformers import LlamaForSequenceClassification
 

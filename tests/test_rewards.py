@@ -285,8 +285,8 @@ def test_an_async_function_scores_all_prompts_concurrently(load_reward):
 def test_row_27_rewards_do_not_depend_on_the_order_of_groups_or_the_number_of_workers(load_reward):
     """This includes random rewards and rewards that depend on the whole call; rewards come in sample order.
 
-    Rollouts stay as sampled, with their texts. Pitfalls 15 and 16. Empty completions are scored, and a rank may have
-    no rollouts: fault 29.
+    Rollouts stay as sampled, with their texts (Pitfalls 15 and 16). Empty completions are scored, and a rank may have
+    no rollouts (Fault 29).
     """
     prompts, groups = made_groups(*[("a", "", "ab")] * 6)
     functions = {"draws": load_reward("draws")}

@@ -89,7 +89,7 @@ def test_logits_and_the_head_in_fp32_never_exist_as_a_whole(dtype):
         outputs = ChunkedLogprobs.apply(hidden, head, torch.arange(rows), torch.ones(rows, 1), 64, 128)
         torch.stack(outputs).sum().backward()
 
-    train()  # measures the products once
+    train()  # measures the matmuls once
     hidden.grad = head.grad = None
     assert head.nbytes < peak_bytes(train) < head.nbytes + 4 * vocab * width / 2
 

@@ -97,7 +97,7 @@ def test_ranks_that_share_layers_decode_the_bits_of_whole_weights(
 
 @pytest.mark.parametrize(("num_columns", "is_exact"), [(24, True), (130, False), (200, True)])
 def test_the_start_notices_shards_with_other_bits(monkeypatch, num_columns, is_exact):
-    """Products with fewer than 100 columns differ: two shards of 130 columns have 65 each."""
+    """Matmuls with fewer than 100 columns are inexact here, so 130 columns in two shards of 65 are inexact."""
 
     def linear(x, weight, bias=None):
         exact = (x.double()[:, None] * weight.double()).sum(-1).float()
