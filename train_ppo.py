@@ -86,8 +86,7 @@ class Config(RunConfig):
     @property
     def value_peak_lr(self) -> float:
         """Peak learning rate of the value model: `value_lr`, or the model's default."""
-        default = 1e-3 if self.uses_bundled_model else 1e-5
-        return self.value_lr or default
+        return self.value_lr or (1e-3 if self.uses_bundled_model else 1e-5)
 
 
 async def rollout(episode: Episode) -> None:
@@ -270,9 +269,8 @@ def value_model_source(config: Config, setup: Setup) -> tuple[ModelConfig, Path]
     model_config = dataclasses.replace(read_config(folder), scalar_head=True, adapters=config.adapters)
     vocabulary = setup.tokenizer.backend.get_vocab().items()
     value_vocabulary = Tokenizer(folder).backend.get_vocab().items()
-    has_too_few_positions = model_config.max_position_embeddings < setup.prompts.max_tokens
     refuse(
-        has_too_few_positions or not vocabulary <= value_vocabulary,
+        model_config.max_position_embeddings < setup.prompts.max_tokens or not vocabulary <= value_vocabulary,
         f"--value-model {folder}: must support the policy's vocabulary and {setup.prompts.max_tokens} positions",
     )
     return model_config, folder

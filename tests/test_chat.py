@@ -318,7 +318,7 @@ def test_template_arguments_reach_prompts_turns_and_answered_prompts_alike(tmp_p
     prompts = prompts_with('{"enable_thinking": false, "style": "brief"}')
     tokenizer = prompts.tokenizer
     asked = "brief\n<|im_start|>user\nq<|im_end|>\n"
-    assert tokenizer.backend.decode(prompts.prompt_ids(0)) == asked + NO_THOUGHT
+    assert tokenizer.backend.decode(tokenizer.encode(prompts.row(0))) == asked + NO_THOUGHT
     following = tokenizer.encode_following_messages([TOLD], "f:1", end_id=None)
     assert tokenizer.backend.decode(following).endswith(NO_THOUGHT)
     answered = tokenizer.backend.decode(tokenizer.encode_with_completion("q", "a"))

@@ -25,6 +25,7 @@ from minirl.model.families import config_from_dict
 from minirl.run.checkpoint import Checkpoints, checkpoints_in
 from minirl.run.progress import Progress
 from minirl.run.run_folder import RunFolder, lock_run_folder
+from minirl.training.sharded_model import full_tensor
 from support.models import RAW_CONFIG, adamw, make_folder, sharded
 from support.processes import file_limit
 from support.resuming import as_text
@@ -185,7 +186,7 @@ def rank_state(
     for name, master in model.masters.items():
         whole[f"masters.{name}"] = master
         whole |= {f"{key}.{name}": value for key, value in optimizer.state[master].items()}
-    return {name: as_text(getattr(x, "full_tensor", lambda x=x: x)().detach()) for name, x in whole.items()}
+    return {name: as_text(full_tensor(x).detach()) for name, x in whole.items()}
 
 
 ON_HOST = {"offload_optimizer": True}

@@ -431,7 +431,8 @@ LONG = ("aaaaaa", "b" * 7, "cc", "d" * 9, "e" * 10, "f" * 99)  # six tokens fit
 def test_row_20_long_prompts_are_skipped_counted_and_named():
     """A note names the first three skipped prompts. A prompt of exactly the limit stays. Pitfall 55."""
     prompts = letter_prompts(LONG)
-    served = {prompts.row_index(i): (prompts.row(i).prompt, prompts.prompt_ids(i)) for i in range(2)}
+    requests = prompts.requests(range(2), group_size=1)
+    served = {prompts.row_index(i): (prompts.row(i).prompt, requests[i].prompt_ids) for i in range(2)}
     assert served == {0: ("aaaaaa", (97,) * 6), 1: ("cc", (99, 99))}
     assert prompts.num_prompts == 2
     (said,) = prompts.notes()

@@ -15,7 +15,7 @@ import torch
 import train_grpo
 import train_ppo
 from minirl.run.flags import parse
-from minirl.training.sharded_model import ShardedModel
+from minirl.training.sharded_model import ShardedModel, full_tensor
 from support.scripts import read_metrics, read_rollouts, write_rows
 from support.texts import TOKENS, save_tokenizer
 
@@ -63,7 +63,7 @@ def gradients_of_a_step(rank, script, flags, runs):
 
     def watched_step(model, *args, **options):
         masters = model.masters.items()
-        gradients.append({name: master.grad.full_tensor().double() for name, master in masters})
+        gradients.append({name: full_tensor(master.grad).double() for name, master in masters})
         return step(model, *args, **options)
 
     with (

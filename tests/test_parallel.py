@@ -18,6 +18,7 @@ from minirl.rollouts import RolloutId
 from minirl.training.assignment import plan_microbatches
 from minirl.training.batch import Batch, exchange, gather_rollout_infos, pack, sequence_infos_from_lengths
 from minirl.training.scoring import score_batch
+from minirl.training.sharded_model import full_tensor
 from support.engines import CPU, make_engine
 from support.marks import slow
 from support.models import RAW_CONFIG, adamw, make_folder, sharded
@@ -76,7 +77,7 @@ def moved_since_old(micro, scale=0.6):
 
 
 def full_gradients(model):
-    return {name: master.grad.full_tensor() for name, master in model.masters.items()}
+    return {name: full_tensor(master.grad) for name, master in model.masters.items()}
 
 
 def assert_close_gradients(of_ranks, expected, tolerance):
@@ -226,7 +227,7 @@ def check_refreshes(rank, folder, dtype):
     decoder = dict(model.decoder.named_parameters())
     for name, weight in model.module.named_parameters():
         assert weight.data_ptr() == decoder[name].data_ptr() == addresses[name]
-        assert torch.equal(weight, model.masters[name].full_tensor().to(dtype))
+        assert torch.equal(weight, full_tensor(model.masters[name]).to(dtype))
         assert not torch.equal(weight, original[name])
         assert torch.equal(reference[name], original[name])
 
@@ -267,7 +268,7 @@ def clipped_step(rank, folder, names):
     model.backward(loss_of_one_sequence(model) / world_size(), is_last=True)
 
     def joined(tensors):
-        return torch.cat([tensor.full_tensor().flatten() for tensor in tensors])
+        return torch.cat([full_tensor(tensor).flatten() for tensor in tensors])
 
     before = joined(masters)
     gradient = joined(master.grad for master in masters)

@@ -76,7 +76,7 @@ def test_row_51_a_finished_run_continues_with_more_steps_without_its_initial_mod
     assert "already finished; raise --num-steps to continue the run" in train("grown", 2)
     copy = shutil.copy(tmp_path / "mine.py", runs / "grown")
     output = train("grown", 3, under=partial(mock.patch, "sys.argv", [copy]))
-    assert "note: this run last started with other flags: --num-steps 3 (was 2)\n" in output
+    assert "note: --num-steps is 3; the run last started with 2\n" in output
     grown, whole = ([untimed(line) for line in read_metrics(runs / name)] for name in ("grown", "whole"))
     assert len(grown) == 3
     assert grown == whole

@@ -42,7 +42,7 @@ def make_sequence(prompts: PromptStream, ordinal: int, field: str) -> SampledSeq
     row = prompts.row(ordinal)
     answer = row.columns.get(field)
     refuse(not isinstance(answer, str), f"{row.origin}: no text in the field {field!r}; see --answer-field")
-    prompt_ids = prompts.prompt_ids(ordinal)
+    prompt_ids = prompts.tokenizer.encode(row)
     ids = [*prompts.tokenizer.encode_appended(answer, row.origin), prompts.tokenizer.backend.eos_token_id]
     length = len(prompt_ids) + len(ids)
     refuse(

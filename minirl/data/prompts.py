@@ -161,13 +161,11 @@ class PromptStream:
         """Return a rollout's RNG key; see `sampling.request_key`."""
         return request_key(self.seed, purpose=self.purpose, **rollout_id._asdict())
 
-    def prompt_ids(self, prompt_ordinal: int) -> tuple[int, ...]:
-        """Return the token ids of a prompt."""
-        return tuple(self.tokenizer.encode(self._rows[self.row_index(prompt_ordinal)]))
-
     def row(self, prompt_ordinal: int) -> Row:
         """Return a copy of a prompt's row; the caller may modify the copy."""
-        return copy.deepcopy(self._rows[self.row_index(prompt_ordinal)])
+        row = self._rows[self.row_index(prompt_ordinal)]
+        prompt, columns, tools = copy.deepcopy((row.prompt, row.columns, row.tools))
+        return dataclasses.replace(row, prompt=prompt, columns=columns, tools=tools)
 
     def _shuffled_index(self, prompt_ordinal: int) -> int:
         epoch, position = divmod(prompt_ordinal, self.num_prompts)

@@ -54,8 +54,9 @@ def print_plan(
     )
     for note in prompts.notes(per_step=config.prompts_per_step) + held_out.notes():
         print0(f"note     {note}")
-    prompt = prompts.tokenizer.backend.decode(prompts.prompt_ids(0), skip_special_tokens=False)
-    print0(f"prompt   {prompts.row(0).origin}: {prompt[:SHOWN_CHARACTERS]!r}")
+    row = prompts.row(0)
+    prompt = prompts.tokenizer.backend.decode(prompts.tokenizer.encode(row), skip_special_tokens=False)
+    print0(f"prompt   {row.origin}: {prompt[:SHOWN_CHARACTERS]!r}")
     work = workload(config, policy, _machine(config), prompts=prompts, held_out=held_out)
     print0(
         f"model    {num_parameters(policy):,} parameters, {work.dtype} on {work.num_ranks} x {work.device_type}"

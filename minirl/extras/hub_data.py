@@ -17,8 +17,10 @@ def dataset_objects(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
     prepares data that is not cached yet; the other ranks wait for file locks and then read the cache. Raises
     InputError, naming the source and, if SPLIT is missing or unknown, the available splits.
     """
-    is_file_name = source.endswith((".jsonl", ".json", ".parquet"))
-    refuse(is_file_name and not os.path.exists(source), f"there is no file {source}")
+    refuse(
+        source.endswith((".jsonl", ".json", ".parquet")) and not os.path.exists(source),
+        f"there is no file {source}",
+    )
     try:
         import datasets
         from pyarrow.parquet import ParquetFile

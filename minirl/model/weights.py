@@ -102,8 +102,7 @@ def load_weights(model: Transformer, folder: Path) -> None:
                 read_tensor(files[head_name], head_name), read_tensor(files[embedding_name], embedding_name)
             ),
             f"{files[head_name]}: {head_name} differs from {embedding_name} although config.json has "
-            "tie_word_embeddings=true; set "
-            "it to false, or remove the tensor",
+            "tie_word_embeddings=true; set it to false, or remove the tensor",
         )
     for name, param in model.named_parameters():
         module_name = name.removesuffix(".weight")

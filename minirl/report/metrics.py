@@ -122,7 +122,7 @@ def add_rollouts(
     for rollout in rollouts:
         num_sampled, turns = rollout.num_sampled_tokens, rollout.episode.turns
         metrics.add("len/mean", num_sampled)
-        metrics.add_max("len/max", torch.tensor(num_sampled))
+        metrics.add("len/max", num_sampled, kind="maximum")
         metrics.add("len/truncated", rollout.is_truncated)
         metrics.add_total("count/tokens", num_sampled)
         metrics.add_total("count/rollouts", 1)

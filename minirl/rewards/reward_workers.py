@@ -99,13 +99,9 @@ class WorkerReward(Reward):
         except _WorkerError as error:
             # All other calls in this process now fail too, but only the first error names the cause.
             if self._lost_error is None:
-                other_calls_note = (
-                    f", alongside {len(process.pending_calls)} other calls in its process"
-                    if process.pending_calls
-                    else ""
+                self._lost_error = RewardError(
+                    escape_control_chars(f"reward {name} for the row at {group.row.origin}: {error}")
                 )
-                text = f"reward {name} for the row at {group.row.origin}{other_calls_note}: {error}"
-                self._lost_error = RewardError(escape_control_chars(text))
             raise self._lost_error from None
         finally:
             self._free_processes.put_nowait(process)

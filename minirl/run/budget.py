@@ -141,7 +141,9 @@ def compute_budget(work: Workload, sizes: Sizes) -> Budget:
     }
     num_trained_parameters = sum(num_parameters(model, trained=True) for model in work.trained_models)
     if work.trains and not work.offloads_optimizer:
-        always_bytes["masters and moments"] = 12 * num_trained_parameters / work.num_ranks
+        # On a single rank in fp32, the weights are the masters.
+        parameter_bytes = 8 if work.num_ranks == 1 and work.dtype.itemsize > 2 else 12
+        always_bytes["masters and moments"] = parameter_bytes * num_trained_parameters / work.num_ranks
     training_bytes = _update_bytes(work, sizes, num_trained_parameters) if work.trains else {}
     for name, model in work.frozen_models.items():
         is_sharded = sizes.shard_weights and name in ("reference", "teacher")

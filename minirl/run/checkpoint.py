@@ -171,8 +171,7 @@ class Checkpoints:
                     _load_file(folder / PROGRESS_FILE)
                 except InputError as error:
                     raise InputError(
-                        "progress.extra: use only numbers, strings and tensors, nested in lists and dicts: "
-                        f"{error}"
+                        f"progress.extra: use only numbers, strings and tensors, nested in lists and dicts: {error}"
                     ) from None
             extra_values = tree_map_only(Tensor, Tensor.tolist, progress["extra"])
             refuse(

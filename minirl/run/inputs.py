@@ -170,11 +170,10 @@ def load_prompts(
         check_weights(model_config, model_folder)
     tokenizer = load_tokenizer(config, model_folder, tools, user_rollout, model_config.vocab_size)
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
-    token_capacities = (config.cache_tokens, config.max_tokens_per_microbatch)
+    limits = (config.cache_tokens, config.max_tokens_per_microbatch, model_config.max_position_embeddings)
     token_limits = [
-        default_microbatch_tokens(max_new_tokens) if size == "auto" else size for size in token_capacities
+        default_microbatch_tokens(max_new_tokens) if limit == "auto" else limit for limit in limits
     ]
-    token_limits.append(model_config.max_position_embeddings)
     if teacher_folder := model_folder_from_config(config, "teacher"):
         token_limits.append(_check_teacher(teacher_folder, tokenizer, model_config.vocab_size))
     held_out: list[Row] = []

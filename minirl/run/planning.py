@@ -76,23 +76,18 @@ def plan(config: RunConfig, work: Workload, *, recorded: Mapping[str, Any]) -> B
         given_sizes["max_tokens_per_microbatch"] = max(
             work.max_sequence_tokens, given_sizes["max_tokens_per_microbatch"]
         )
-    weight_layouts = [FULL_WEIGHTS]
-    if work.num_ranks > 1 and work.trains:
-        requested_sharding = given_sizes.get("shard_weights")
-        weight_layouts = [
-            weight_layout
-            for weight_layout in (FULL_WEIGHTS, SHARDED_WEIGHTS)
-            if requested_sharding in (None, weight_layout["shard_weights"])
-        ]
-    for weight_layout in weight_layouts:
-        memory_budget = choose_sizes(work, given_sizes | weight_layout)
-        if memory_budget.fits():
-            return memory_budget
+    can_shard = work.num_ranks > 1 and work.trains
+    requested_sharding = given_sizes.get("shard_weights") if can_shard else False
+    for weight_layout in (FULL_WEIGHTS, SHARDED_WEIGHTS):
+        if requested_sharding in (None, weight_layout["shard_weights"]):
+            memory_budget = choose_sizes(work, given_sizes | weight_layout)
+            if memory_budget.fits():
+                return memory_budget
     refuse(
         "auto" in (getattr(config, name) for name in AUTO_SIZES),
         f"the run does not fit into {work.free_bytes / 1e9:.3g} GB per rank "
-        f"({'; '.join(memory_budget.format_plan())}): "
-        "use a smaller --model, or lower --max-new-tokens or --cache-tokens; for training, you can also use "
+        f"({'; '.join(memory_budget.format_plan())}): use a smaller --model, or lower --max-new-tokens or "
+        "--cache-tokens; for training, you can also use "
         "more ranks (--nproc-per-node), --offload-optimizer (on GPUs) or `--shard-weights on`, or lower "
         "--max-tokens-per-microbatch; if all sizes are given, the run starts anyway",
     )

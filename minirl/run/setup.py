@@ -25,13 +25,7 @@ from minirl.model.folders import resolve_folder
 from minirl.model.transformer import Transformer, is_batch_invariant
 from minirl.model.weights import load_replica, truncate_vocabulary, weights_fingerprint
 from minirl.ranks import launch, process_group
-from minirl.ranks.process_group import (
-    broadcast_object,
-    gather_objects,
-    print0,
-    require_same,
-    world_size,
-)
+from minirl.ranks.process_group import broadcast_object, gather_objects, print0, require_same, world_size
 from minirl.report.records import rollout_records
 from minirl.rewards.functions import RewardLike, overlong_penalty, rewards_and_weights
 from minirl.rewards.reward_model import load_reward_model
@@ -330,27 +324,22 @@ class Setup:
         )
         for line in self._budget.format_plan():
             print0(f"memory {line}")
-        notes = self.held_out.notes()
+        notes = self._changed_flags()
         if self.config.trains:
-            notes = self.prompts.notes(per_step=self.config.prompts_per_step) + notes
-        if self.folder.args:
-            notes = self._changed_flags() + notes
-        for note in notes:
+            notes += self.prompts.notes(per_step=self.config.prompts_per_step)
+        for note in notes + self.held_out.notes():
             print0(f"note: {note}")
 
     def _changed_flags(self) -> list[str]:
-        """Return a note (as a list) about flags changed since the run's last launch, or [] if no flag has changed."""
+        """Return a note for each flag whose value has changed since the run's last launch."""
         old_flags = self.folder.args.get("flags", {})
-        # A JSON round trip makes new and old values comparable: tuples become lists.
-        new_flags = json.loads(json_text(vars(self.config)))
-        changed_flags = [
-            f"{flag_name(name)} {new_flags[name]} (was {old_flags[name]})"
-            for name in new_flags
-            if name in old_flags and old_flags[name] != new_flags[name]
+        # A JSON round trip makes values comparable: tuples become lists.
+        flags = json.loads(json_text(vars(self.config)))
+        return [
+            f"{flag_name(name)} is {value}; the run last started with {old_flags[name]}"
+            for name, value in flags.items()
+            if old_flags.get(name, value) != value
         ]
-        return (
-            [f"this run last started with other flags: {', '.join(changed_flags)}"] if changed_flags else []
-        )
 
     def _initial_model_folder(self) -> Path:
         """Return the folder of the model given by --model, or of the bundled model (collective)."""

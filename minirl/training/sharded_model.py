@@ -7,6 +7,9 @@ counts. No other file uses FSDP.
 
 With `shard_weights`, a rank keeps only the embedding, head and final norm in full. The rank decodes with its shards
 of the layers' weights (`model.shards`). Training and scoring gather one layer at a time.
+
+A single rank that computes in fp32 has nothing to shard, sum or cast. Such a rank runs without FSDP, which would take a
+tenth of a small model's step on the CPU, and the master weights are the compute weights.
 """
 
 import math
@@ -36,7 +39,7 @@ class ShardedModel:
     """A trainable `Transformer`, sharded over all ranks.
 
     folder: the folder that the model was loaded from, with config and tokenizer.
-    module: the trained model, with FSDP's hooks.
+    module: the trained model, with FSDP's hooks if FSDP is used.
     dtype: the compute dtype.
     masters: sharded fp32 (or fp64) copies of the trained parameters, which the optimizer updates, keyed by name.
     compute_weights: all parameters in full, in the compute dtype, keyed by name, for generation, scoring and training.
@@ -69,7 +72,7 @@ class ShardedModel:
 
         shard_gradients: sum gradients across ranks in each microbatch, unit by unit, so that a rank keeps its shard
         of the gradients plus one unit's full gradients. Otherwise each rank keeps all gradients until the last
-        microbatch. On one rank, `shard_gradients` has no effect unless shards are in host memory.
+        microbatch.
 
         offload_optimizer: keep master weights, sharded gradients and optimizer state in host memory (pinned, for copies
         to and from a GPU), and run the optimizer there. On the CPU, `offload_optimizer` has no effect.
@@ -86,8 +89,8 @@ class ShardedModel:
         self.folder = folder
         self.dtype = dtype
         self._shards_weights = shard_weights and world_size() > 1
-        has_shards = world_size() > 1 or offload_optimizer
-        self._sums_every_microbatch = self._shards_weights or (shard_gradients and has_shards)
+        self._sums_every_microbatch = self._shards_weights or shard_gradients
+        self._uses_fsdp = world_size() > 1 or offload_optimizer or dtype != at_least_fp32(dtype)
 
         # 1. Create parameters without values. Frozen parameters have no master weights and use the compute dtype.
         self.module = make_meta_model(config, recompute_layers=recompute_layers).to(at_least_fp32(dtype))
@@ -102,23 +105,24 @@ class ShardedModel:
             _assign_weights(self.module, frozen)
 
         # 2. Shard the parameters. Frozen parameters stay unsharded unless `shard_weights` is set.
-        self._units = [*self.module.layers, self.module]
-        unsharded_parameters = set() if self._shards_weights else set(frozen.values())
-        self._shard_units(device, unsharded_parameters, offload_optimizer=offload_optimizer)
+        if self._uses_fsdp:
+            unsharded_parameters = set() if self._shards_weights else set(frozen.values())
+            self._shard_units(device, unsharded_parameters, offload_optimizer=offload_optimizer)
 
         # 3. Allocate the parameters and load their values.
         init_device = "cpu" if offload_optimizer else device
         self.module._apply(
             lambda tensor: torch.empty_like(tensor, device=init_device) if tensor.is_meta else tensor
         )
-        if frozen:
-            self.module.tie_weights()  # FSDP ties only the parameters that it manages
+        self.module.tie_weights()  # FSDP ties only the parameters that it manages
         load_weights(self.module, folder)
         self.masters: dict[str, Tensor] = dict(self.module.named_parameters())
         self._frozen: dict[str, Tensor] = {name: self.masters.pop(name) for name in frozen}
 
         # 4. Create the weights to compute with.
-        if self._shards_weights:
+        if not self._uses_fsdp:
+            storage = Storage(dict(self.module.named_parameters()), self.module, self.module)
+        elif self._shards_weights:
             storage = make_sharded_storage(self.module, self._frozen, dtype, device)
         else:
             storage = make_full_storage(self.module, self._frozen, device)
@@ -142,7 +146,7 @@ class ShardedModel:
             CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload_optimizer else OffloadPolicy()
         )
         mesh = init_device_mesh(device.type, (world_size(),))
-        for unit in self._units:
+        for unit in [*self.module.layers, self.module]:
             reshards = self._shards_weights and unit is not self.module
             fully_shard(
                 unit,
@@ -170,7 +174,7 @@ class ShardedModel:
             return self.compute_weights if keep else {}
         gathered_weights = {}
         for name, parameter in sharded.items():
-            full = parameter.full_tensor()  # type: ignore[attr-defined]
+            full = full_tensor(parameter)
             if keep:
                 gathered_weights[name] = full.detach().to("cpu", dtype)
         return gathered_weights
@@ -183,8 +187,8 @@ class ShardedModel:
         unless no rank has any. With `shard_gradients`, every call sums the gradients across ranks (collective), so all
         ranks must have the same number of microbatches, which `assignment.plan_microbatches` guarantees.
         """
-        for unit in self._units:
-            unit.set_requires_gradient_sync(is_last or self._sums_every_microbatch, recurse=False)
+        if self._uses_fsdp:
+            self.module.set_requires_gradient_sync(is_last or self._sums_every_microbatch)  # type: ignore[operator]
         loss.backward()
 
     def make_optimizer(
@@ -318,7 +322,7 @@ class ShardedModel:
         """Copy sharded parameters (this rank's rows, or all) into compute weights of the same names (collective)."""
         gathered: list[tuple[Tensor, Tensor]] = []  # weights, and this rank's shards
         for name, weight in self.compute_weights.items():
-            if name in parameters:
+            if name in parameters and weight is not parameters[name]:
                 shard = _local_shard(parameters[name]).detach()
                 if len(weight) < len(parameters[name]) or world_size() == 1:
                     weight[: len(shard)].copy_(shard, non_blocking=True)
@@ -400,8 +404,7 @@ def make_sharded_storage(
 
 def _total_norm(tensors: Iterable[Tensor]) -> float:
     """Return the norm of sharded tensors; NaN or infinite if a tensor has a non-finite element (collective)."""
-    norm = torch.nn.utils.get_total_norm(tensors)
-    return float(norm.full_tensor())  # type: ignore[attr-defined]
+    return float(full_tensor(torch.nn.utils.get_total_norm(tensors)))
 
 
 def _first_nonfinite(tensors: Mapping[str, Tensor]) -> str:
@@ -417,6 +420,11 @@ def _assign_weights(model: Transformer, weights: Mapping[str, Tensor]) -> None:
     for name, weight in weights.items():
         path, _, last = name.rpartition(".")
         setattr(model.get_submodule(path), last, weight)
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather a sharded tensor from all ranks (collective), or return any other tensor unchanged."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _local_shard(tensor: Tensor) -> Tensor:

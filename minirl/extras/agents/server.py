@@ -79,8 +79,13 @@ async def _respond(request: web.Request) -> web.Response:
         http_error: web.HTTPException = web.HTTPBadRequest(text=str(error))
     except web.HTTPException as error:
         http_error = error
-    fields = {"message": http_error.text, "type": "invalid_request_error", "param": None}
-    return web.json_response({"error": {**fields, "code": http_error.reason}}, status=http_error.status)
+    fields = {
+        "message": http_error.text,
+        "type": "invalid_request_error",
+        "param": None,
+        "code": http_error.reason,
+    }
+    return web.json_response({"error": fields}, status=http_error.status)
 
 
 async def _handle(request: web.Request) -> web.Response:
