@@ -269,7 +269,7 @@ REFUSED = {
     '{"messages": [{"role": "user", "tool_calls": [{"function": {"name": "f"}}]}]}': "only function calls",
     r'{"messages": [{"role": "user", "content": "\ud800"}]}': "a lone surrogate is not valid text",
     '{"messages": [{"role": "assistant", "content": "so"}]}': "end with a user or tool message",
-    '{"n": 2}': "n: only 1 is supported; leave it out",
+    '{"n": 2}': "n: only 1 is supported; remove this field",
     '{"response_format": {"type": "json_object"}}': "response_format: only {'type': 'text'} is supported",
     '{"tool_choice": "required"}': "tool_choice: only 'auto' is supported",
     '{"messages": [{"role": "user"}], "stop": 3}': "stop: expected a string or a list of strings",

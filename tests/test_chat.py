@@ -206,7 +206,7 @@ def test_prompts_tell_of_tools_given_as_functions_or_schemas(make):
     ("tools", "error"),
     [
         ([LOOKUP, LOOKUP], "two tools are named 'end'"),
-        ([untyped], "'untyped': no valid JSON schema"),
+        ([untyped], "'untyped': not a valid JSON schema"),
         ([{"name": "lookup"}], "expected a function, or a schema"),
     ],
 )

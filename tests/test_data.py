@@ -322,8 +322,8 @@ def write(tmp_path):
         (b'{"prompt": "a", "x": {"b": 1, "b": 2}}', r"cannot be read as JSON: a field is repeated: \['b'\]"),
         (b'{"prompt": "a", "n": ' + b"1" * 5000 + b"}", "cannot be read as JSON: .*digits"),
         (b'["a"]', r"expected an object, got \['a'\]"),
-        (b'{"question": "a", "n": 1}', r"the fields \['n', 'question'\] include no 'prompt' .*; rename"),
-        (b'{"prompt": null, "q": 1}', "the fields .* include no 'prompt' holding text or messages"),
+        (b'{"question": "a", "n": 1}', r"no field 'prompt' .* among \['n', 'question'\]; rename"),
+        (b'{"prompt": null, "q": 1}', "no field 'prompt' with text or messages among"),
         (b'{"prompt": " \\n\\u00a0"}', "field 'prompt' is ' "),
         (b'{"prompt": []}', "field 'prompt'"),
         (b'{"prompt": [{"content": "a"}]}', "field 'prompt', message 1: .*expected a message"),
@@ -397,7 +397,7 @@ EMBEDDED = {"vocab_size": ord("z")}
         (
             ["a" * 7, "b" * 11],
             {},
-            "every prompt is too long: the shortest has 7 tokens, and --max-new-tokens 4 leaves 6 of .*--cache-tokens",
+            "every prompt is too long: .* 7 tokens, but with --max-new-tokens 4, only 6 remain of .*--cache-tokens",
         ),
     ],
 )

@@ -41,7 +41,7 @@ def test_an_episode_that_hits_a_limit_keeps_its_rewards_and_accepts_no_more():
                 await episode.generate(max_tokens=3)
                 episode.reward(1.0, "early")
         finally:
-            with pytest.raises(InputError, match="the episode has ended; give rewards before `await"):
+            with pytest.raises(InputError, match="the episode has ended; set rewards before `await"):
                 episode.reward(1.0, "total")
             refused.append(True)
 

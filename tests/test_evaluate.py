@@ -133,7 +133,7 @@ def test_an_evaluation_of_a_run_repeats_its_flags_for_data_rollouts_and_rewards(
         ("--samples 2 --temperature 0", "must be greater than 0"),
         ("--model unsaved --task sorting", "unsaved has no checkpoint"),
         ("--run-name unsaved", "unsaved: contains a training run; choose another --run-name"),
-        ("--top-p 0.9", "--top-p 0.9: .* requires --top-k, .* add --top-k 256"),
+        ("--top-p 0.9", "--top-p 0.9: .* require --top-k, .* add --top-k 256"),
         ("--top-k 257", "--top-k 257: must be between 0 and 256"),
     ],
 )

@@ -303,7 +303,7 @@ os.environ.update(MINIRL_RUNS={str(runs)!r}, LOCAL_WORLD_SIZE="2")
 torch.cuda.device_count = lambda: 1
 return train_grpo.main(train_grpo.Config(num_steps=1, prompts_per_step=2))
 """
-    line = "2 ranks on a node where torch sees 1 CUDA device(s): the ranks compute on the CPU\n"
+    line = "2 ranks on a node where torch sees 1 CUDA device(s): the ranks run on the CPU\n"
     assert outputs_of(tmp_path, body, [0, 0]).count(line) == 1
 
 

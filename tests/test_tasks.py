@@ -87,9 +87,9 @@ def test_scores_are_of_the_completion_alone(is_chat):
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"answer": "#### 3"}, r"no field 'question' with text among \['answer'\]"),
-        ({"question": None, "answer": "#### 3"}, "no field 'question' with text"),
-        ({"question": "q", "answer": "three"}, "no field 'answer' with a number after '####'"),
+        ({"answer": "#### 3"}, r"no text in a field 'question'; the fields are \['answer'\]"),
+        ({"question": None, "answer": "#### 3"}, "no text in a field 'question'"),
+        ({"question": "q", "answer": "three"}, "no number after '####' in a field 'answer'"),
     ],
 )
 def test_a_bad_gsm8k_row_is_refused_with_file_line_and_field(tmp_path, row, said):

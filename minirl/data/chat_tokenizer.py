@@ -211,7 +211,8 @@ class ChatTokenizer(Tokenizer):
         ids = self.encode_appended(self.render_after_answer(messages, origin), origin)
         # The tokens that the template writes between the assistant message and the first message after it.
         separator_ids = self.encode_appended(placeholder_text.partition(next(iter(marks)))[0], origin)
-        # A stop string may have ended the message instead, with an ordinary token that also occurs in the separator.
+        # The message may instead have ended at a stop string, so its last token may be an ordinary one that also occurs
+        # in the separator.
         if end_id in separator_ids and (end_id in self.chat_stop_ids or end_id == separator_ids[0]):
             return ids[separator_ids.index(end_id) + 1 :]
         return ids
@@ -280,7 +281,7 @@ class ChatTokenizer(Tokenizer):
             ) from None
 
     def _check_placeholders_rendered(self, marks: Mapping[str, str], text: str, origin: str) -> None:
-        """Raise InputError for the first placeholder from `replace_with_placeholders` that a rendered text lacks."""
+        """Raise InputError for the first placeholder of `replace_with_placeholders` missing from a rendered text."""
         for mark, description in marks.items():
             refuse(
                 mark not in text,

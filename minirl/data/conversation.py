@@ -94,9 +94,9 @@ def branch_messages(
 ) -> Messages:
     """Return the messages of a branch: its prompt, the appended messages and the assistant messages.
 
-    answer: function that returns an assistant message, as text or as a dict, given the message's last turn and the
-    index of the message's first token, counted from the end of the branch's prompt. An assistant message spans all
-    turns up to the next appended messages.
+    answer: function that takes a message's last turn and the index of the message's first token (counted from the end
+    of the branch's prompt), and returns an assistant message as text or as a dict. An assistant message spans all turns
+    up to the next appended messages.
     """
     messages = [dict(message) for message in as_messages(prompt)]
     message_start = 0

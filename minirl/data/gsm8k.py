@@ -21,7 +21,7 @@ from minirl.errors import refuse
 TRAIN_DATA = "openai/gsm8k:main:train"
 TEST_DATA = "openai/gsm8k:main:test"
 INSTRUCTION = '\nThink step by step, then write the final answer after "####".'
-# The run of characters, from the first digit or decimal point on, that may belong to a number.
+# The run of characters that may form a number, starting at the first digit or decimal point.
 _DIGITS = r"\.?[0-9][0-9.,/eE+\u2212-]*"
 # A number such as 1,234.50, 1.5e3 or 3/4, short enough to fit into a float.
 _NUMBER = re.compile(
@@ -74,7 +74,10 @@ def _to_row(fields: dict[str, Any], origin: str) -> Row:
     Raises InputError, naming the origin and the field.
     """
     question = str(fields.get("question") or "")
-    refuse(not question.strip(), f"{origin}: no field 'question' with text among {sorted(fields)}")
+    refuse(not question.strip(), f"{origin}: no text in a field 'question'; the fields are {sorted(fields)}")
     answer = strict_answer(str(fields.get("answer")))
-    refuse(answer is None, f"{origin}: no field 'answer' with a number after '####' among {sorted(fields)}")
+    refuse(
+        answer is None,
+        f"{origin}: no number after '####' in a field 'answer'; the fields are {sorted(fields)}",
+    )
     return Row(question + INSTRUCTION, {"answer": answer}, origin)

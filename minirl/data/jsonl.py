@@ -32,8 +32,7 @@ def _to_row(fields: dict[str, Any], origin: str) -> Row:
     """
     refuse(
         not isinstance(fields.get("prompt"), str | list),
-        f"{origin}: the fields {sorted(fields)} include no 'prompt' holding text or messages; rename the field that "
-        "holds the prompt to 'prompt'",
+        f"{origin}: no field 'prompt' with text or messages among {sorted(fields)}; rename the field with the prompt",
     )
     prompt = read_prompt(fields.pop("prompt"), f"{origin}: field 'prompt'")
     tools = fields.pop("tools", None) or None

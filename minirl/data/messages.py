@@ -129,7 +129,7 @@ def _function_schema(function: Callable[..., Any]) -> dict[str, Any]:
     except Exception as error:
         # transformers parses the signature and docstring, which may contain anything.
         raise InputError(
-            f"tools: {getattr(function, '__name__', function)!r}: no valid JSON schema: {str(error)[:300]}"
+            f"tools: {getattr(function, '__name__', function)!r}: not a valid JSON schema: {str(error)[:300]}"
         ) from None
 
 

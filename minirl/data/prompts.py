@@ -175,8 +175,8 @@ class PromptStream:
         """Return a note about rows with prompts longer than `limit`. Raises InputError if all rows are skipped."""
         refuse(
             min(lengths) > limit,
-            f"every prompt is too long: the shortest has {min(lengths)} tokens, and --max-new-tokens "
-            f"{self.max_new_tokens} leaves {limit} of the {self.max_tokens} tokens that the model, --cache-tokens and "
+            f"every prompt is too long: the shortest has {min(lengths)} tokens, but with --max-new-tokens "
+            f"{self.max_new_tokens}, only {limit} remain of the {self.max_tokens} that the model, --cache-tokens and "
             "--max-tokens-per-microbatch allow",
         )
         skipped_origins = [row.origin for row, length in zip(rows, lengths, strict=True) if length > limit]

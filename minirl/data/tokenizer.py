@@ -24,16 +24,16 @@ ANCHORS = ("\n", "a", "0", ".")
 DECODED_ANCHOR = "a"
 # Decoders write this character for invalid UTF-8, and `decode` also writes it for ids without a token.
 _REPLACEMENT = "\ufffd"
-# Number of tokens to decode in addition to the tokens that a stop string can span: the tail's first token may lose its
-# leading space when decoded, and some text appears only with the next token.
+# Extra tokens to decode beyond those that a stop string can span: the tail's first token may lose its leading space
+# when decoded, and some text appears only with the next token.
 _MARGIN = 4
 
 
 class Tokenizer:
     """Converts text to token ids and back.
 
-    stop_ids: the ids of the stop tokens, from the model's files. known_ids: all ids with a token; there may be
-    gaps, because a model may have embeddings without a token. bos_ids, eos_ids: the ids of the special tokens that
+    stop_ids: the ids of the stop tokens, from the model's files. known_ids: all ids that map to a token; there may be
+    gaps, because a model may have unused embeddings. bos_ids, eos_ids: the ids of the special tokens that
     the tokenizer adds before and after a text.
     """
 
@@ -189,8 +189,7 @@ class StopStrings:
         known_ids = self._tokenizer.known_ids
         search_start = max((i for i, token in enumerate(tail, 1) if token not in known_ids), default=0)
         # Consecutive byte tokens decode to U+FFFD if some of them are invalid, for example if the tail begins inside a
-        # character. A stop string within byte tokens begins at one of these tokens, so every such token is tried as the
-        # start.
+        # character. A stop string that lies within byte tokens may begin at any of them, so each is tried as the start.
         byte_starts = (i for i in range(search_start + 1, len(tail)) if tail[i] in self._byte_ids)
         for start in itertools.chain([search_start], byte_starts):
             text = self._tokenizer.decode(tail[start:], skip_special_tokens=False)

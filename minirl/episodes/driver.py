@@ -104,7 +104,7 @@ class Driver:
         self._prompts = prompts
         self._function = function
         self._replies = replies
-        # The future is done while the function works on its next reply.
+        # The future is already done while the function works on its next reply.
         self._turn_future: asyncio.Future[Turn] = event_loop().create_future()
         self._turn_future.cancel()
         self.task = event_loop().create_task(self._run())
@@ -198,9 +198,9 @@ class Driver:
     def rollout(self, finish_reason: str | None, rewards: Mapping[str, float | None]) -> Rollout:
         """Return the rollout up to the end of the last turn. Raises InputError for an episode without turns.
 
-        finish_reason: finish reason of the rollout and of the branch whose turn was requested last; if None, the last
-        turn of that branch determines the finish reason of both. Each other branch gets its finish reason from its last
-        turn. rewards: all rewards, keyed by name.
+        finish_reason: finish reason of the rollout and of its most recently requested branch; if None, both take the
+        finish reason of that branch's last turn. Each other branch gets its finish reason from its last turn. rewards:
+        all rewards, keyed by name.
         """
         episode = self.episode
         branches = [branch for branch in episode.branches if branch.turns]
@@ -316,7 +316,8 @@ def turn_record(turn: Turn) -> TurnRecord:
 
 
 def add_returned_rewards(given_rewards: dict[str, float | None], returned: Any) -> None:
-    """Add the rewards that a function returned to `given_rewards`. Returning None for a reward sets the reward to None.
+    """Add the rewards that a function returned to `given_rewards`. A function may return None for a reward that does
+    not apply.
 
     A bare number is the reward named "reward". Raises InputError for a value that is not a valid reward.
     """

@@ -144,8 +144,8 @@ class Branch:
     number: the branch's index in the episode. turns: the finished turns. tools: JSON schemas of the tools in the
     prompt; None means the run's tools.
 
-    The driver sets three more fields. request: the engine request without sampled tokens; the request of a branch that
-    the rollout function began has no prompt ids until the first turn. request_turn: async function that samples a turn.
+    The driver sets three more fields. request: the engine request, excluding sampled tokens; for a branch that the
+    rollout function began, it has no prompt ids until the first turn. request_turn: async function that samples a turn.
     engine_tokens: the tokens of the finished turns.
     """
 
@@ -307,7 +307,7 @@ class Episode:
         """Add a value to one of the rollout's rewards. Raises InputError for an invalid value or an ended episode."""
         origin = f"episode.reward, for the row at {self.row.origin}:"
         refuse(
-            self.is_closed, f"{origin} the episode has ended; give rewards before `await episode.generate()`"
+            self.is_closed, f"{origin} the episode has ended; set rewards before `await episode.generate()`"
         )
         valid_value = checked_reward(value, f"{origin} {name!r} is")
         self.given_rewards[name] = (self.given_rewards.get(name) or 0.0) + valid_value

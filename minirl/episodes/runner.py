@@ -7,7 +7,7 @@ The life of a rollout:
 3. Each engine step samples one token per turn; between engine steps, rollout functions work on their next replies.
 4. A turn ends at a stop token or stop string, or is truncated at its limit ("length"). In both cases, the function
    gets the turn, and may append tokens and request another turn on any branch.
-5. The episode ends when its function returns. The episode also ends when a requested turn has no room or exceeds
+5. The episode ends when its function returns. The episode also ends when a requested turn does not fit or exceeds
    `max_turns`: the function is cancelled, and the turns so far become the rollout, with the limit as the finish reason.
 6. When the last rollout of a prompt has ended, the whole group enters the reward queue and waits for a step.
 7. An invalid request raises InputError in the function. The run fails if a function raises, exceeds its time limit or
@@ -74,7 +74,7 @@ class EpisodeRunner:
         """functions: the K reward functions, keyed by name. rollout: see `episode`.
 
         max_turns: maximum number of turns per episode (0 means MAX_TURNS).
-        call_timeout: time limit (s) from a turn to the function's next request, and for a reward call in a thread.
+        call_timeout: time limit (s) between a turn and the function's next request, and for a reward call in a thread.
         """
         self.engine = engine
         check_rollout_function(rollout, f"rollout {function_name(rollout)}")
@@ -153,7 +153,7 @@ class EpisodeRunner:
     @contextmanager
     def step_scope(self) -> Iterator[None]:
         """Release all engine requests at the end of the block; call `close` if the block raises."""
-        # The event loop does not run between steps, so the time between steps does not count against the functions.
+        # The event loop does not run between steps, so that time does not count against the functions' time limits.
         between_steps_s = time.monotonic() - self._step_ended_at
         self._working_since = {
             driver: since + between_steps_s for driver, since in self._working_since.items()
@@ -199,7 +199,7 @@ class EpisodeRunner:
             else:
                 self._waiting.append(driver)
         if self.engine.lacks_blocks:
-            # Waiting episodes sample no more in this round, so other episodes can have their blocks.
+            # Waiting episodes sample no more in this round, so their blocks can go to other episodes.
             for driver in self._waiting:
                 self._release_requests(driver)
 
@@ -225,7 +225,7 @@ class EpisodeRunner:
                 raise self._rollout_error(driver, error) from None
         self._replies.clear()
         if self._call_timeout is not None and self._working_since:
-            # Check after the slice, because by then every result that arrived in time has become a reply.
+            # Check after the slice: by then, every result that arrived in time has been turned into a reply.
             slowest, since = next(iter(self._working_since.items()))
             if time.monotonic() - since > self._call_timeout:
                 raise self._rollout_error(

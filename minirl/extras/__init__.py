@@ -1,4 +1,4 @@
-"""Optional parts. Deleting a part affects only runs that use it, because other code imports extras inside functions.
+"""Optional parts. Deleting an extra affects only runs that use it, because other code imports extras inside functions.
 
 Decoding on a GPU uses `kernels`.
 """

@@ -229,8 +229,8 @@ def main(config: Config) -> int:
     refuse(not 0 <= config.top_k <= MAX_TOP_K, f"--top-k {config.top_k}: must be between 0 and {MAX_TOP_K}")
     refuse(
         not (0 < config.top_p < 1 and config.top_k) and config.top_p != 1,
-        f"--top-p {config.top_p}: must be greater than 0 and at most 1, and a value below 1 requires --top-k, which "
-        f"limits how many tokens are sorted; add --top-k {MAX_TOP_K} (the maximum)",
+        f"--top-p {config.top_p}: must be greater than 0 and at most 1; values below 1 require --top-k, to limit how "
+        f"many tokens are sorted: add --top-k {MAX_TOP_K} (the maximum)",
     )
     with contextlib.redirect_stdout(sys.stderr):
         result = evaluate(config)

@@ -25,7 +25,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
             yield file
     except (OSError, SafetensorError) as error:
         raise InputError(
-            f"{path} cannot be read as safetensors ({error}); fetch the file again, with {INDEX} if the model has one"
+            f"{path} cannot be read as safetensors ({error}); fetch the file again, and {INDEX} if the model has it"
         ) from None
 
 

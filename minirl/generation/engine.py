@@ -144,7 +144,7 @@ class Engine:
 
     @property
     def any_rank_has_work(self) -> bool:
-        """Whether `step` has work or any other rank that shares the model's layers had tokens in the last pass."""
+        """Whether `step` has work, or another rank that shares the model's layers had tokens in the last pass."""
         return self.has_unfinished_requests or self._last_pass.other_ranks_have_tokens
 
     @property
@@ -250,8 +250,8 @@ class Engine:
 
     @torch.inference_mode()
     def _help_other_ranks(self, *, is_done: bool = False) -> bool:
-        """Take part in a forward pass without any tokens from this rank, because the other ranks that share the model's
-        layers need this rank.
+        """Join a forward pass with no tokens of its own, because the ranks that share the model's layers need this
+        rank.
 
         Return whether all ranks that share the layers are done. Collective among these ranks.
         """

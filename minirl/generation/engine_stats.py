@@ -7,9 +7,8 @@ from dataclasses import dataclass
 class EngineStats:
     """The engine's statistics since the last call to `Engine.take_stats`. Counts are in tokens unless noted otherwise.
 
-    `decode_tokens`: number of tokens sampled by decode steps, including `discarded_tokens`. The tokens of an
-    asynchronous step are discarded for a request if the step was launched before the host knew that the request had
-    finished.
+    `decode_tokens`: number of tokens sampled by decode steps, including `discarded_tokens`. A request's tokens from an
+    asynchronous step are discarded if the step was launched before the host knew that the request had finished.
     `padding_tokens`: number of padding tokens in CUDA-graph decode steps (`padding.graph_batch_size`).
     `decode_steps`: number of decode steps.
     `preemptions` (within a turn) and `evictions` (between turns): number of requests that lost their blocks to other

@@ -150,8 +150,8 @@ class RequestTable:
         """Take requests off the queue in order, as long as they fit into the batch, the prefill and the cache.
 
         Only prefixes get blocks at admission, because final lengths are unknown. However, a request is admitted only if
-        every request can then decode `headroom_tokens` more tokens, or up to its limit, because the prefill of a
-        request that is soon preempted is wasted.
+        every request can then decode `headroom_tokens` more tokens, or up to its limit, because prefilling a request
+        that is soon preempted is wasted work.
 
         Example: four requests share a prompt of 70 tokens, 9 blocks of 32 tokens are free, and the headroom is 32
         tokens. The prefix takes 3 blocks. Each request may need one block for its headroom and one block for its copy

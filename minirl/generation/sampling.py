@@ -118,9 +118,8 @@ def sample_by_inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
 def _first_index_above(cdf: Tensor, target: Tensor) -> Tensor:
     """Return the first index [B, 1] at which `cdf` [B, W] exceeds `target` [B, 1], or the last index if there is none.
 
-    A uniform number is at most 1 - 2^-53, so the CDF always exceeds a target equal to the uniform number times the
-    CDF's final value, unless the CDF is NaN. A NaN in the CDF is revealed by the sampled token's logprob, which is then
-    NaN, too.
+    A uniform number u is at most 1 - 2^-53, so the CDF always exceeds the target, u times the CDF's final value, unless
+    the CDF is NaN. A NaN in the CDF is revealed by the sampled token's logprob, which is then NaN, too.
     """
     index = torch.searchsorted(cdf, target, right=True)
     return index.clamp_(max=cdf.shape[1] - 1)

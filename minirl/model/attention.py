@@ -198,7 +198,7 @@ class PackedLayout(_Memo):
 
     @functools.cached_property
     def cu_seqlens_q(self) -> Tensor:
-        """Cumulative query counts: where each sequence starts among the T' computed tokens, and T'; int32 [N + 1]."""
+        """Cumulative query counts: each sequence's start among the T' computed tokens, then T'; int32 [N + 1]."""
         return self._cumulative_lengths(self.query_lengths)
 
     @functools.cached_property

@@ -40,16 +40,16 @@ class MatmulForm(NamedTuple):
 # The forms that `matmul_form` tries, fastest first. MKL and oneDNN switch to different kernels when there are only a
 # few rows: 1 to 15 rows on Intel CPUs; 1 to 3 rows on AMD CPUs, or up to 15 rows in small bf16 matmuls.
 FORMS = (MatmulForm(4), MatmulForm(8), MatmulForm(16), MatmulForm(64, is_tiled=True))
-# Fallback form for matmuls that no form in FORMS makes batch-invariant.
+# Fallback for matmuls that no variant in FORMS makes batch-invariant.
 INEXACT = MatmulForm(1)
 # Minimum number of output columns of a matmul. With fewer columns, libraries use matrix-vector kernels, or kernels
 # whose rounding depends on the column index.
 MIN_COLUMNS = 64
-# Largest bf16 operand, in elements, for which MKL's fp32 product is the fastest option with few rows.
+# Largest bf16 operand, in elements, for which MKL's fp32 product is fastest when the other operand has few rows.
 MAX_UPCAST_OPERAND = 1 << 15
 # Row counts that `matmul_form` tries: all small counts, counts around kernel block sizes, and larger counts for small
-# shapes, for which libraries choose kernels by the number of multiplications. Every form pads to at least the smallest
-# probed row count.
+# shapes, for which libraries choose kernels by the number of multiplications. Every variant pads to at least the
+# smallest probed row count.
 PROBED_ROWS = (
     *range(FORMS[0].num_rows, 66),
     80,
@@ -241,7 +241,7 @@ def _head_matmul(hidden: Tensor, weight: Tensor) -> Tensor:
 
 @cache_measurement
 def matmul_form(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool = False) -> MatmulForm:
-    """Return the fastest form in which each row of x [T, in] @ W [in, out] is bitwise identical for every T.
+    """Return the fastest variant of x [T, in] @ W [in, out] whose rows are bitwise identical for every T.
 
     Return INEXACT if there is no such form, or if torch uses several threads, because multithreaded matmuls are not
     guaranteed to be batch-invariant. is_head: whether to measure `head_logits` instead of `linear`.

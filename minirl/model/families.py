@@ -103,7 +103,7 @@ _FIELDS_AND_KEYS = (
     ("activation", "hidden_activation"),
 )
 # Upper limit for each size. No real model reaches these limits. Within the limits, a tensor's size in bytes fits in an
-# int64, so comparing a wrong size with the weights catches it. fp32 represents every integer up to 2^24 exactly, and
+# int64, so a wrong size is caught by comparison with the weights. fp32 represents every integer up to 2^24 exactly, and
 # hence every position.
 _MAX_SIZES = {
     **dict.fromkeys((*_SIZE_KEYS, "head_dim", *_DELTA_SIZES.values()), 2**20),

@@ -30,8 +30,8 @@ _PackedSequence = tuple[int, int | None, int]
 # Blocks of a pool, and the rows to multiply by these blocks. Every (block, KV head) pair has the same number of rows.
 _BlockSet = tuple[slice | Tensor, slice]
 # Number of tokens per key block, and per cache block on the CPU. Masked keys cost as much as visible keys, so short
-# sequences favor small blocks. For sequences of 15 tokens, an update in bf16 takes 0.8x as long as with blocks of 128
-# tokens; for 1,000 tokens, it takes equally long; for 4,000 tokens, 1.1x as long.
+# sequences favor small blocks. Time of a bf16 update relative to blocks of 128 tokens: 0.8x for sequences of 15 tokens,
+# 1x for 1,000 tokens, 1.1x for 4,000 tokens.
 BLOCK = 32
 # Decoding runs its matmuls directly on the pool, without copying, over all blocks up to the highest block that is read.
 # If at most 1 / COPY_FACTOR of these blocks are read, decoding instead copies the blocks that are read and runs the
@@ -47,8 +47,8 @@ PROBED_ROWS = (*range(1, 18), 24, 31, 32, 33, 48, 63, 64, 96, 112, 128)
 def min_invariant_queries(head_dim: int, dtype: torch.dtype) -> int | None:
     """Return the smallest number of queries that `decode` may multiply by a key block on this machine's CPU.
 
-    The number is measured: with at least this many rows, each row is bitwise identical across all matmuls laid out as
-    in `decode` and `attend_packed`. Return None if 16 rows are too few.
+    The number is determined empirically: with at least this many rows, each row is bitwise identical across all matmuls
+    laid out as in `decode` and `attend_packed`. Return None if 16 rows are too few.
     """
     max_probed_rows = PROBED_ROWS[-1]
     q, k = batch_invariance.cancelling_operands(4, max_probed_rows, head_dim, 2 * BLOCK, dtype)
@@ -146,8 +146,8 @@ def build_packed_index(
         second 64..71 (71 repeated)     16   0, 1, 2 (keys 0..95)    128..143
 
     The first two query blocks have the same shape and form one `_QueryBlocks` with n = 2. Keys 72..95 do not exist, so
-    the index repeats key 0, which the mask hides. `output_index` is 0..135, which skips the outputs of the repeated
-    query.
+    the index repeats key 0, which the mask hides. `output_index` is 0..135, so the outputs of the repeated query are
+    skipped.
     """
     device = hidden_index.device
     hidden_index = hidden_index.cpu()
@@ -202,7 +202,8 @@ def _query_spans(
 
 
 def _kv_head_rows(hidden_index: Tensor, num_kv_heads: int) -> Tensor:
-    """Return the rows of a matrix [T' x K, ...] for hidden indices [n, m] and all KV heads, as [n x K x m].
+    """Return the rows of a matrix [T' x K, ...] for the hidden states at indices [n, m] and all KV heads, as [n x K x
+    m].
 
     Row t x K + h belongs to KV head h of token t.
     """
@@ -265,15 +266,15 @@ class DecodeIndex(NamedTuple):
     is_unused_entry bool [B, 1, n, 1]: entries beyond a request's last block, whose results are set to 0.
 
     The portable kernel multiplies each block once, for all of the block's users (the requests that read the block).
-    Each user has one slot per KV head. A slot contains the g query heads that share the KV head, as g rows of the
-    products. All blocks of a batched matmul must have the same number of slots, so there are up to two `block_sets`:
+    Each user has one slot per KV head. A slot contains the g query heads that share the KV head, one matmul row each.
+    All blocks of a batched matmul must have the same number of slots, so there are up to two `block_sets`:
 
     - Each live block has `min_users` slots per KV head. Normally, the live blocks are all blocks of the pool up to the
       highest block that is read, and they are multiplied without being copied. If requests read only a few of these
-      blocks, the blocks that they read are copied, and the copies serve as the live blocks (ids int64).
-    - Blocks with more than `min_users` users, such as the full blocks of a group's prompt, are listed a second time
-      after the live blocks (ids int64). Every such entry has as many slots per KV head as the most-shared block needs.
-      These blocks' slots in the list of live blocks stay empty.
+      blocks, those few are copied, and the copies serve as the live blocks (ids int64).
+    - Blocks with more than `min_users` users, such as the full blocks of a group's prompt, are listed again after the
+      live blocks (ids int64). Every such entry has as many slots per KV head as the most-shared block needs. These
+      blocks' slots in the list of live blocks stay empty.
 
     Slots are ordered by block, then KV head, then user. The kernel gathers rows with these int64 indices:
 
@@ -418,10 +419,11 @@ def decode(
 
     keys [S, K, C, BLOCK] and values [S, K, BLOCK, C]: the pool of S blocks.
     mask fp32 [B, 1, n x BLOCK]: added to the scores; 0 where a request attends to a key, -inf elsewhere.
-    Each block is multiplied once for all its users. The softmax covers each request's own blocks.
+    Each block is multiplied once for all sequences that share it. The softmax covers each request's own blocks.
     """
     num_requests, num_heads, dim = q.shape
-    # Gather rows from requests to slots, multiply, and gather back, for keys and then for values (see `DecodeIndex`).
+    # Gather request rows into slots, multiply, and gather the results back, first for keys, then for values (see
+    # `DecodeIndex`).
     q_per_block = q.reshape(-1, dim).index_select(0, index.query)
     scores_per_block = _multiply_blocks(q_per_block, keys, index.block_sets)
     scores = scores_per_block.index_select(0, index.score).view(num_requests, num_heads, -1)
@@ -430,7 +432,7 @@ def decode(
     out_per_block = _multiply_blocks(probs_per_block, values, index.block_sets)
     out = out_per_block.index_select(0, index.score).view(num_requests, num_heads, -1, dim)
     if out.shape[2] > 1:
-        # Unused entries repeat the last block's result; it must not be counted twice.
+        # Unused entries repeat the last block's result, which must be counted only once.
         out = out.masked_fill_(index.is_unused_entry, 0)
     return _sum_in_order(out.unbind(2)).to(q.dtype)
 

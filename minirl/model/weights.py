@@ -240,7 +240,8 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def weights_fingerprint(folder: Path) -> int:
-    """Return a checksum of 16,384 bytes from each weights file. Any training changes the checksum. Not collective.
+    """Return a checksum computed from 16,384 bytes of each weights file. Any training changes the checksum. Not
+    collective.
 
     Reading every byte would take as long as loading the weights.
     """

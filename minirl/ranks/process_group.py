@@ -56,8 +56,7 @@ def start(
         torch.cuda.set_device(device)
         if shares_cores:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size()))
-        # Otherwise split-k matmuls round partial sums to bf16, depending on the shape, with errors of 3e-3 instead of
-        # 3e-5.
+        # Otherwise, for some shapes, split-k matmuls round partial sums to bf16, with errors of 3e-3 instead of 3e-5.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if not dist.is_initialized():
         timeout = timedelta(seconds=hang_timeout)
@@ -91,7 +90,7 @@ def select_device(*, may_use_cpu: bool) -> torch.device:
                 f"{shortage_message}: use --nproc-per-node {num_devices}, or set CUDA_VISIBLE_DEVICES= (empty) to run "
                 "on the CPU",
             )
-            print0(f"{shortage_message}: the ranks compute on the CPU")
+            print0(f"{shortage_message}: the ranks run on the CPU")
             # If FSDP saw a device, it would create a second process group with NCCL.
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return torch.device("cpu")

@@ -1,8 +1,8 @@
 """Per-rank time breakdown: the main thread's time is always attributed to exactly one timing category (a "cause").
 
 The seconds attributed to all causes therefore add up to the wall-clock time; time without a more specific cause goes to
-"host". docs/metrics.md lists the causes. Each phase of the step sets a cause (`StepMetrics.begin`), and `spent_on` sets
-a different cause for a block. The module's only state is `this_process`.
+"host". docs/metrics.md lists the causes. Each phase of the step sets a timing category (`StepMetrics.begin`), and
+`spent_on` overrides it within a block. The module's only state is `this_process`.
 """
 
 import threading
@@ -13,13 +13,13 @@ from contextlib import contextmanager
 
 import torch
 
-# Causes that include all nested time: the full cost of an evaluation, a save or a refresh.
+# Causes whose time includes everything nested in them: the full cost of an evaluation, a save or a refresh.
 WHOLE_CAUSES = ("eval", "save", "refresh")
 GENERATION_CAUSES = ("prefill", "decode", "decode_comm")
 
 
 class TimeAccount:
-    """Seconds per cause, for the thread that called `begin`."""
+    """Seconds per timing category, for the thread that called `begin`."""
 
     def __init__(self) -> None:
         self.begin()
@@ -53,8 +53,8 @@ class TimeAccount:
         """Attribute the time spent in the block, or in each call to a decorated function, to a different timing
         category.
 
-        Costs a few microseconds and never waits for the device. The block has no effect in other threads,
-        or while the cause is one of WHOLE_CAUSES.
+        Costs a few microseconds and never waits for the device. The block has no effect in other threads, or while the
+        timing category is one of WHOLE_CAUSES.
         """
         if self._cause in WHOLE_CAUSES or threading.get_ident() != self._thread:
             yield

@@ -192,7 +192,7 @@ def add_tokens(
     pass.
 
     weight_version: version of the weights in this pass. The gap between sampled and training logprobs is measured only
-    for tokens that these weights sampled, so no token is measured after the step's first update.
+    for tokens sampled with these weights, hence only before the step's first update.
     """
     loss_index = micro.loss_index
     metrics.add_values("policy/entropy", entropy[loss_index])
@@ -239,7 +239,7 @@ def add_clip(
 def with_derived_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the reduced metrics together with derived metrics.
 
-    Adds completion tokens per second of generation time and of update time, each only if that phase took any time.
+    Adds completion tokens per second of generation time and of update time, omitting a phase that took no time.
     Converts the counts of finish reasons to fractions.
     """
     all_metrics = dict(metrics)

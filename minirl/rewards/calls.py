@@ -37,7 +37,7 @@ class Signature(NamedTuple):
     is_async: bool
 
     def takes(self, argument: str) -> bool:
-        """Whether the function accepts an argument: by name, or through `**kwargs` except for episode arguments."""
+        """Whether the function accepts an argument by name or, unless it is an episode argument, through `**kwargs`."""
         return argument in self.parameters or (self.has_kwargs and argument not in EPISODE_ARGUMENTS)
 
 

@@ -139,7 +139,7 @@ class PromptGroup:
     def rewards_or_raise(self, name: str, answer: CallResult, *, where: str = "") -> Rewards:
         """Return the rewards from a call. Raises RewardError, naming the reward and row, if the call failed.
 
-        where: text about the call's other rows, appended to the row's origin.
+        where: text appended to the row's origin to describe the call's other rows.
         """
         if isinstance(answer, str):
             raise RewardError(
@@ -174,7 +174,7 @@ class FunctionReward(Reward):
     """A function called in threads of this process; calls to an `async` function run concurrently."""
 
     def __init__(self, function: RewardFunction, call_timeout: float | None = None):
-        """call_timeout: time limit (s) for one call, whose thread cannot be killed; None means no limit."""
+        """call_timeout: time limit (s) for one call, or None for no limit; the thread of a call cannot be killed."""
         self.signature = signature_of(function)
         self._function = function
         self._call_timeout = call_timeout
@@ -202,7 +202,7 @@ class FunctionReward(Reward):
 
 
 class StepReward(Reward):
-    """A function called on the main thread once per step, for all groups. The function must not modify arguments."""
+    """A function called on the main thread once per step, for all groups. It must not modify its arguments."""
 
     def __init__(self, function: RewardFunction):
         self.signature = signature_of(function)

@@ -227,7 +227,7 @@ def _activation_bytes(work: Workload, sizes: Sizes, model: ModelConfig) -> float
     activation_bytes += itemsize * model.vocab_size * model.hidden_size  # the head's gradient
     if not sizes.shard_gradients:
         return activation_bytes
-    # Once the activations are freed, the embedding and head gradients are summed across ranks, or on the host.
+    # Once the activations are freed, the embedding and head gradients are summed, either across ranks or on the host.
     reduced_grad_itemsize = 12 if work.num_ranks == 1 else itemsize + 4
     return max(activation_bytes, reduced_grad_itemsize * _num_embeddings(model))
 

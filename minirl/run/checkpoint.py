@@ -89,8 +89,8 @@ class Checkpoints:
     def restore(self, checkpoint: Path) -> dict[str, Any]:
         """Load models and optimizers from a checkpoint; return the saved fields of `Progress` (collective).
 
-        The checkpoint may come from any number of ranks. Raises InputError if the checkpoint's models or adapters
-        differ from the script's. The base model of adapters may have moved to another path, however.
+        The checkpoint may have been saved by any number of ranks. Raises InputError if the checkpoint's models or
+        adapters differ from the script's. The base model of adapters may have moved to another path, however.
         """
         progress = _load_file(checkpoint / PROGRESS_FILE)
         saved_world_size = progress.pop("world_size")

@@ -44,8 +44,8 @@ def check_grpo(config: Any) -> None:
     if config.teacher or (config.kl_reward_coef and config.has_token_penalty):
         refuse(
             config.ratio_level != "token",
-            f"--ratio-level {config.ratio_level}: gives all tokens of a sequence one ratio, but --teacher, and "
-            "--kl-reward-coef with --baseline none, give each token its own term; use --ratio-level token",
+            f"--ratio-level {config.ratio_level}: cannot be combined with a term for each token (--teacher, or "
+            "--kl-reward-coef with --baseline none); use --ratio-level token",
         )
     if not config.is_rewarded:
         for name in ("dynamic_sampling", "kl_reward_coef"):
@@ -73,9 +73,9 @@ def check_shared_flags(config: RunConfig) -> None:
     if config.max_staleness and config.correction == "none":
         refuse(
             config.needs_policy_logprobs,
-            "--correction none: with --max-staleness, the old logprobs come from the (possibly older) policy that "
-            "generated the tokens, but the KL term of --kl-reward-coef or --teacher needs the current policy's "
-            "logprobs; choose another correction",
+            "--correction none: --max-staleness takes old logprobs from the (possibly older) policy that generated the "
+            "tokens, but the KL term of --kl-reward-coef or --teacher needs those of the current policy; choose "
+            "another correction",
         )
     num_rollouts = config.prompts_per_step * config.group_size
     refuse(
@@ -89,7 +89,7 @@ def check_shared_flags(config: RunConfig) -> None:
 
 
 def _check_value(name: str, value: Any) -> None:
-    """Reject an empty string, and a number that is negative, non-finite, or 0 in a POSITIVE field. Raises InputError.
+    """Reject empty strings, negative or non-finite numbers, and 0 in a POSITIVE field. Raises InputError.
 
     Numbers in a tuple may be negative.
     """

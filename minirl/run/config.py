@@ -31,8 +31,8 @@ Correction = Literal["auto", "none", "token_truncate", "token_mask", "sequence_t
 class RunConfig:
     """Flags that every script has, in `--help` order.
 
-    A field's help text is the comment after the field or the string below the field. The help text also explains a
-    default of None or (). [Title] opens a flag group in `--help`.
+    A field's help text is the comment after the field or the string below the field. The help text also says what a
+    default of None or () means. [Title] opens a flag group in `--help`.
     """
 
     model: str | None = None
@@ -253,7 +253,7 @@ class RunConfig:
 
 
 def model_folder_from_config(config: RunConfig, name: str) -> Path | None:
-    """Return the folder of the model given in a field, or None if the field is empty or missing from the script.
+    """Return the folder of the model that a field names, or None if the field is empty or the script lacks it.
 
     Raises InputError for a model that is not available.
     """

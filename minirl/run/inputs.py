@@ -230,7 +230,7 @@ def load_tokenizer(
     user_tools = [] if user_rollout is None else user_rollout.tools
     refuse(
         tools and user_tools,
-        "--tools or --environment: this script describes its own tools, so no other tools are called; use --rollout",
+        "--tools or --environment: this script describes its own tools and would never call yours; use --rollout",
     )
     tokenizer = ChatTokenizer(
         folder,

@@ -63,8 +63,8 @@ def free_memory(root: Path = Path("/")) -> int:
 def plan(config: RunConfig, work: Workload, *, recorded: Mapping[str, Any]) -> Budget:
     """Choose a run's sizes, keeping full weights on each rank if they fit.
 
-    recorded: content of a resumed run's args.json, or {} for a new run. A recorded microbatch size grows if the longest
-    sequence no longer fits into a microbatch. Raises InputError for a run that does not fit, unless all sizes are
+    recorded: content of a resumed run's args.json, or {} for a new run. A recorded microbatch size is increased if the
+    longest sequence no longer fits in a microbatch. Raises InputError for a run that does not fit, unless all sizes are
     given.
     """
     given_sizes = {name: recorded[name] for name in PINNED_SIZES if name in recorded}
@@ -87,9 +87,8 @@ def plan(config: RunConfig, work: Workload, *, recorded: Mapping[str, Any]) -> B
         "auto" in (getattr(config, name) for name in AUTO_SIZES),
         f"the run does not fit into {work.free_bytes / 1e9:.3g} GB per rank "
         f"({'; '.join(memory_budget.format_plan())}): use a smaller --model, or lower --max-new-tokens or "
-        "--cache-tokens; for training, you can also use "
-        "more ranks (--nproc-per-node), --offload-optimizer (on GPUs) or `--shard-weights on`, or lower "
-        "--max-tokens-per-microbatch; if all sizes are given, the run starts anyway",
+        "--cache-tokens. When training, more ranks (--nproc-per-node), --offload-optimizer (on GPUs), `--shard-weights "
+        "on` or a lower --max-tokens-per-microbatch also help. The run starts anyway if all sizes are given",
     )
     return memory_budget
 

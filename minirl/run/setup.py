@@ -107,7 +107,7 @@ class Setup:
             self._load_rewards(trained if rewards is None else rewards, logged)
 
     def _choose_sizes(self) -> None:
-        """Choose sizes that fit into free memory, and the source of old logprobs (collective)."""
+        """Choose the source of old logprobs, and sizes that fit in free memory (collective)."""
         work = workload(
             self.config,
             self.model_config,

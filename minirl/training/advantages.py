@@ -98,7 +98,7 @@ def select_groups(is_zero_variance: Tensor, count: int) -> list[int]:
     The selection rule is DAPO's dynamic sampling (arXiv:2503.14476 eq. 11). DAPO compares accuracies, because a length
     penalty in the rewards would give every group some variance.
     """
-    # A stable sort keeps the order within the zero-variance groups, and within the other groups.
+    # A stable sort preserves the order among the zero-variance groups, and among the others.
     return sorted(is_zero_variance.int().argsort(stable=True)[:count].tolist())
 
 

@@ -40,11 +40,10 @@ def plan_microbatches(
     number of microbatches, so some may be empty. Without sequences there are no microbatches.
 
     A piece is a set of sequences that share a prompt, initially all sequences of the prompt. Pieces are placed one by
-    one, largest first. A piece goes to the rank whose load would be smallest with the piece added, into a microbatch
-    that has room, preferably a microbatch that already contains the prompt. If the chosen rank would exceed an equal
-    share of all tokens, or if the piece does not fit into any microbatch, the piece is split in half instead, down to
-    single sequences. So most prompts are processed on only one rank, and the load is as balanced as if each sequence
-    were assigned individually.
+    one, largest first. A piece goes to the rank that would then have the smallest load, into a microbatch with room,
+    preferably one that already contains the prompt. If the chosen rank would exceed an equal share of all tokens, or if
+    the piece does not fit into any microbatch, the piece is split in half instead, down to single sequences. So most
+    prompts are processed on only one rank, and the load is as balanced as if each sequence were assigned individually.
 
     Example: 3 sequences with 60, 40 and 90 tokens, 2 ranks, at most 95 tokens. Rank 0 processes the third sequence,
     then an empty microbatch; rank 1 processes the first sequence, then the second.

@@ -255,10 +255,9 @@ def exchange(
     """Send each sequence to the rank that trains on it, and return this rank's batch on the host (collective).
 
     The batch's sequences are sorted by id. rollouts: this rank's rollouts, in any order. plan: the microbatches
-    [minibatch][rank] of all ranks; sequences outside the plan are not sent. The first branches of rollouts with the
-    same prompt ordinal must begin with the same prompt. streams: extra per-token fields of the batch, each concatenated
-    over these rollouts' branches; every rank passes the same names. batch_type: `Batch`, or a subclass with these
-    fields.
+    [minibatch][rank] of all ranks; sequences outside the plan are not sent. If rollouts share a prompt ordinal, their
+    first branches must begin with the same prompt. streams: extra per-token fields of the batch, each concatenated over
+    these rollouts' branches; every rank passes the same names. batch_type: `Batch`, or a subclass with these fields.
 
     Example: rank 0 has sequences 0 and 4, and rank 1 has sequences 1, 2 and 3; plan = [[[[3]], [[0, 1, 4]]]].
 

@@ -52,7 +52,7 @@ def score_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
 def score_teacher(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     """Like `score_batch`, but for a model whose vocabulary may lack some tokens, e.g. the policy's vocabulary padding.
 
-    A sampled token that the model lacks gets UNKNOWN_TOKEN_LOGPROB.
+    A sampled token outside the model's vocabulary gets UNKNOWN_TOKEN_LOGPROB.
     """
     is_in_vocab = batch.tokens < model.config.vocab_size
     logprobs, entropies = score_batch(model, clamp_unknown_tokens(model, batch))
@@ -92,7 +92,7 @@ def sampling_hidden_states(model: Transformer, batch: Batch) -> Tensor:
 
 
 def _previous_token_index(batch: Batch) -> Tensor:
-    """Return the index in the packed batch of the token before each sampled token, int64 [M] (the next-token shift)."""
+    """Return the packed-batch index of the token before each sampled token, int64 [M] (the next-token shift)."""
     return batch.loss_index - 1
 
 
@@ -141,8 +141,8 @@ def refuse_skipped_gradient(
             (micro.sequences_to_tokens(is_skipped_sequence) & (gradient.abs() > 0)).any()
             for gradient in gradients
         ),
-        "skippable_rollouts: skips rollouts that get a gradient from this script's token_loss or token_advantages; "
-        "compute their advantages in `advantages`, or train on all rollouts with is_skipped = None in main",
+        "skippable_rollouts: skips rollouts that have a gradient in this script's token_loss or token_advantages; move "
+        "the advantage computation to `advantages`, or set is_skipped = None in main to train on all rollouts",
     )
 
 
@@ -187,7 +187,7 @@ class ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """See the class."""
         hidden, head, targets, divisor, entropies, totals = ctx.saved_tensors
-        # The incoming gradients, multiplied by the formulas' 1 / T.
+        # The incoming gradients, multiplied by the factor 1 / T of the formulas.
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(entropies)
         scaled_grad_logprobs = grad_logprobs[:, None] / divisor
@@ -223,7 +223,7 @@ def _score_token_chunk(
     targets: Tensor,
     divisor: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logprobs [n] and entropies [n] of one token chunk's targets [n, 1], and the totals [n, chunks].
+    """Return logprobs [n] and entropies [n] of the targets [n, 1] in one chunk of tokens, and the totals [n, chunks].
 
     hidden [n, D]; divisor [n, 1]: the temperatures. A total is the logsumexp of one vocabulary chunk's logits. With a
     single vocabulary chunk, totals are not needed, so the returned tensor is empty.

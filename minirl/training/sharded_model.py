@@ -198,7 +198,7 @@ class ShardedModel:
 
         Weight decay applies only to matrices, not to norms and biases.
 
-        torch would allocate the moments in the first `step`, in the middle of the memory that the update freed. On
+        At the first `step`, torch would allocate the moments in the middle of the memory that the update freed. On
         CUDA, that would leave no block large enough for the next generation phase's cache.
         """
         master_weights = self.masters.values()

@@ -52,7 +52,7 @@ def read_request(given: Any, episode: Episode) -> ChatRequest:
     for key, values in _ACCEPTED_VALUES.items():
         refuse(
             fields.get(key, values[0]) not in values,
-            f"{key}: only {values[0]!r} is supported; leave it out",
+            f"{key}: only {values[0]!r} is supported; remove this field",
         )
     messages: Any = fields.get("messages")
     refuse(not isinstance(messages, list) or not messages, "messages: expected a non-empty list")

@@ -191,8 +191,8 @@ def run_row(
     sequence = torch.arange(len(slots), device=slots.device)
     state_index = sequence
     if slots.device.type == "cpu" and int(slots.max()) < 2 * len(slots):
-        # Read all states up to the highest slot in place, because copying would slow down a step with 64 sequences by
-        # up to a third.
+        # Read all states in place, up to the highest slot: copying would slow down a step with 64 sequences by up to a
+        # third.
         state_rows = slice(int(slots.max()) + 1)
         state_index = slots
     state, keys, updates, decays = (pool[state_rows] for pool in states[1:])
@@ -281,7 +281,7 @@ def padded_rows(shape: DeltaNet, device: torch.device) -> int:
 
 @cache_measurement
 def min_batch_rows(shape: DeltaNet) -> int | None:
-    """Return the smallest row count to pad to at which `run_row` matches `run_chunks` bitwise on this CPU.
+    """Return the smallest padded row count at which `run_row` matches `run_chunks` bitwise on this CPU.
 
     Return None if even 16 rows are not enough.
     """

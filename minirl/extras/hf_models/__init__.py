@@ -1,1 +1,1 @@
-"""Models that minirl does not implement, run with transformers' modules."""
+"""Run models that minirl does not implement, using transformers' modules."""

@@ -96,7 +96,7 @@ def ends_at_original(config: Any) -> bool:
 
 @torch.no_grad()
 def scramble_weights(hf: Any) -> None:
-    """Randomize weights so that every module affects logprobs: no norm is 1, no bias 0, and soft caps take effect."""
+    """Randomize weights so that every module affects logprobs: no norm weight is 1, no bias is 0, soft caps apply."""
     generator = torch.Generator().manual_seed(0)
     embedding, head = hf.get_input_embeddings().weight, hf.get_output_embeddings().weight
     for parameter in hf.parameters():

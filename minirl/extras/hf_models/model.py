@@ -202,7 +202,7 @@ class HFTransformer(nn.Module):
             object.__setattr__(self, name, part)
 
         # 2. The head returns hidden states, because the caller multiplies by the head's weight. Anything that the model
-        # does to logits after the head therefore applies to hidden states.
+        # does to logits after the head is therefore done to hidden states.
         head.forward = lambda states: states
 
         # 3. Pass the packed sequence batch to attention, and make linear layers support adapters.
@@ -259,7 +259,7 @@ class HFTransformer(nn.Module):
         return states.to(self.embed_tokens.weight.dtype, copy=True)
 
     def _move_buffers(self, device: torch.device) -> None:
-        """Copy the buffers' values to the device. Moving or casting the model has left its buffers without values."""
+        """Copy the buffers' values to the device. Moving or casting the model dropped those values."""
         self._device = device
         for module, name, buffer in self._buffer_values:
             module._buffers[name] = buffer.to(device)

@@ -134,8 +134,8 @@ def attend_blocks(  # type: ignore[no-untyped-def]
     split_start = first_tile + split * tiles_per_split
     split_end = tl.minimum(first_tile + (split + 1) * tiles_per_split, end_tile)
 
-    # Online softmax (https://arxiv.org/abs/1805.02867): keep the maximum score so far, the sum of exp(score - maximum),
-    # and the sum of the values with these weights. When the maximum rises, rescale both sums.
+    # Online softmax (https://arxiv.org/abs/1805.02867): keep the maximum score so far, the sum of the weights exp(score
+    # - maximum), and the weighted sum of the values. When the maximum rises, rescale both sums.
     running_max = tl.full([PADDED_GROUPS], -float("inf"), tl.float32)
     running_sum = tl.zeros([PADDED_GROUPS], tl.float32)
     mean = tl.zeros([PADDED_GROUPS, PADDED_DIM], tl.float32)
