@@ -12,7 +12,7 @@ a KL term) and updates the policy on the sum over tokens of
 The defaults differ from the paper, which `--algorithm grpo` reproduces: (1) the loss is the token mean over all
 completions of an update (DAPO), not the mean of sequence means; (2) there is no KL term; (3) clip_high > clip_low.
 
-To try something else, copy this file and change `rollout`, `advantages`, `token_advantages`, `rollout_weights` or
+To try something else, copy this file and change `rollout`, `advantages`, `token_advantages`, `rollout_loss_weights` or
 `token_loss`.
 
 Shapes: P prompts, G rollouts per prompt, K rewards; N sequences (rollout branches), T tokens in a batch or microbatch.
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from minirl.episodes.episode import Episode
 from minirl.episodes.step_groups import Groups
-from minirl.report.metrics import StepMetrics, add_clip, add_tokens
+from minirl.report.metrics import StepMetrics, add_clip_metrics, add_token_metrics
 from minirl.report.progress_bar import show_progress
 from minirl.run.checks import check_grpo
 from minirl.run.config import RunConfig
@@ -45,7 +45,7 @@ from minirl.training.losses import (
     loss_weights,
     sequence_sums,
 )
-from minirl.training.scoring import refuse_skipped_gradient, score_batch
+from minirl.training.scoring import check_skipped_gradient, score_batch
 
 MAX_REFILLS = 10  # rounds of replacement prompts per step; after that, zero-variance groups are kept
 
@@ -83,12 +83,12 @@ class Config(RunConfig):
         return bool(self.kl_reward_coef or self.teacher)
 
     @property
-    def is_rewarded(self) -> bool:
+    def trains_on_rewards(self) -> bool:
         """Whether advantages depend on rewards."""
         return self.teacher is None or self.teacher_coef is not None
 
     @property
-    def has_token_penalty(self) -> bool:
+    def has_token_kl_penalty(self) -> bool:
         """Whether the --kl-reward-coef penalty is per token; with a baseline, the penalty is per completion."""
         return self.baseline == "none"
 
@@ -108,7 +108,7 @@ def advantages(config: Config, groups: Groups, scores: Tensor) -> Tensor:
     scores [P, G]: weighted sums of rewards, minus any KL penalty; NaN where no reward applies. groups.rewards [P, G, K]
     has the individual rewards.
     """
-    if not config.is_rewarded:
+    if not config.trains_on_rewards:
         return torch.zeros_like(scores)
     baseline = groups.weighted_greedy_rewards[:, 0] if config.baseline == "greedy" else config.baseline
     return group_advantages(scores, baseline=baseline, norm=config.advantage_norm)
@@ -121,12 +121,12 @@ def token_advantages(config: Config, groups: Groups, batch: Batch) -> Tensor:
     """
     scores = groups.weighted_rewards
     mask = batch.loss_mask
-    if config.kl_reward_coef and not config.has_token_penalty:
+    if config.kl_reward_coef and not config.has_token_kl_penalty:
         kl = kl_penalty(batch.policy_logprobs, batch.ref_logprobs, "k1")
         sums = gather_to_rollouts(batch, sequence_sums(kl, batch.lengths), scores.numel())
         scores = scores - config.kl_reward_coef * sums.view_as(scores)
     stream = batch.rollouts_to_tokens(advantages(config, groups, scores))
-    if config.kl_reward_coef and config.has_token_penalty:  # each token also gets the KL of later tokens
+    if config.kl_reward_coef and config.has_token_kl_penalty:  # each token also gets the KL of later tokens
         kl = kl_penalty(batch.policy_logprobs, batch.ref_logprobs, "k1")
         kl_to_go = returns_to_go(kl[mask].double(), batch.num_loss_tokens)
         stream[mask] -= config.kl_reward_coef * kl_to_go
@@ -140,7 +140,7 @@ def token_advantages(config: Config, groups: Groups, batch: Batch) -> Tensor:
     return stream
 
 
-def rollout_weights(config: Config, groups: Groups, max_new_tokens: int) -> Tensor:
+def rollout_loss_weights(config: Config, groups: Groups, max_new_tokens: int) -> Tensor:
     """Return the loss weight fp64 [P, G] of each rollout's tokens in its optimizer step; 0 drops a rollout."""
     keep = ~groups.weighted_rewards.isnan() | (config.teacher is not None)  # a teacher scores all rollouts
     keep &= ~(groups.is_truncated & config.drop_truncated)
@@ -202,7 +202,7 @@ def main(config: Config) -> int:
         groups = collector.collect(config.prompts_per_step, weight_version=progress.update)
 
         metrics.begin("score")
-        weights = rollout_weights(config, groups, run.max_new_tokens)
+        weights = rollout_loss_weights(config, groups, run.max_new_tokens)
         # If the loss has a gradient where advantages are 0, set `is_skipped` to None to train on all rollouts.
         is_skipped = skippable_rollouts(config, groups, weights)
         # This rank's sequences without the skipped rollouts, and their minibatches and microbatches.
@@ -227,11 +227,11 @@ def main(config: Config) -> int:
                     micro = micro.replace(old_logprobs=new.detach())
                 loss, ratio = token_loss(config, micro, new, entropy)
                 objective = (micro.loss_weights * loss).sum()
-                refuse_skipped_gradient(objective, new, entropy, micro, is_skipped)
+                check_skipped_gradient(objective, new, entropy, micro, is_skipped)
                 policy.backward(objective, is_last=i == len(minibatch) - 1)
                 metrics.add_total("policy/loss", objective / config.updates_per_step)
-                add_tokens(metrics, micro, new, ratio, entropy, weight_version=weight_version)
-                add_clip(
+                add_token_metrics(metrics, micro, new, ratio, entropy, weight_version=weight_version)
+                add_clip_metrics(
                     metrics,
                     micro,
                     ratio,
@@ -255,9 +255,9 @@ def main(config: Config) -> int:
 def skippable_rollouts(config: Config, groups: Groups, weights: Tensor) -> Tensor:
     """Return a mask [P, G] of rollouts with zero gradient, which the update can skip to save time.
 
-    A rollout's gradient is zero if its weight is 0 (weights [P, G], from `rollout_weights`), or if its advantage is 0
-    and no other term of the loss has a gradient. Each step still runs the forward and backward pass
-    on one skipped sequence; if that sequence has a nonzero gradient, `refuse_skipped_gradient` raises InputError.
+    A rollout's gradient is zero if its weight is 0 (weights [P, G], from `rollout_loss_weights`), or if its advantage
+    is 0 and no other term of the loss has a gradient. Each step still runs the forward and backward pass
+    on one skipped sequence; if that sequence has a nonzero gradient, `check_skipped_gradient` raises InputError.
     """
     if config.advantage_norm == "whiten" or config.kl_reward_coef:  # both depend on all tokens of the step
         return torch.zeros_like(weights, dtype=torch.bool)

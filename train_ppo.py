@@ -15,7 +15,8 @@ A is the generalised advantage estimate, whitened over the step's tokens. R is t
 plus V_old. A token's reward is -kl_reward_coef * (old - ref); the last token of each branch also gets the rollout's
 reward. The policy and the value model share no weights.
 
-To try something else, copy this file and change `rollout`, `advantages_and_returns`, `rollout_weights` or `token_loss`.
+To try something else, copy this file and change `rollout`, `advantages_and_returns`, `rollout_loss_weights` or
+`token_loss`.
 
 Shapes: P prompts per step, G rollouts per prompt; N sequences (rollout branches), T tokens and M sampled tokens in this
 rank's batch or in a microbatch.
@@ -34,7 +35,7 @@ from minirl.episodes.step_groups import Groups
 from minirl.errors import refuse
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
-from minirl.report.metrics import StepMetrics, add_clip, add_tokens
+from minirl.report.metrics import StepMetrics, add_clip_metrics, add_token_metrics
 from minirl.report.progress_bar import show_progress
 from minirl.run.checks import check_shared_flags
 from minirl.run.config import RunConfig, model_folder_from_config
@@ -138,7 +139,7 @@ def advantages_and_returns(
     return advantages, estimates + old_values
 
 
-def rollout_weights(config: Config, groups: Groups, max_new_tokens: int) -> Tensor:
+def rollout_loss_weights(config: Config, groups: Groups, max_new_tokens: int) -> Tensor:
     """Return the loss weight fp64 [P, G] of each rollout's tokens in its optimizer step; 0 drops a rollout."""
     keep = ~groups.weighted_rewards.isnan() & ~(groups.is_truncated & config.drop_truncated)
     return loss_weights(
@@ -199,11 +200,11 @@ def main(config: Config) -> int:
         kl = kl_to_reference(batch)
         end_values = batch.end_values[batch.last_token_index]
         advantages, returns = advantages_and_returns(config, groups.weighted_rewards, kl, end_values, batch)
-        add_scoring(metrics, groups, batch, kl, returns)
-        weights = rollout_weights(config, groups, run.max_new_tokens)
+        add_value_metrics(metrics, groups, batch, kl, returns)
+        weights = rollout_loss_weights(config, groups, run.max_new_tokens)
         batch = batch.replace(
-            advantages=batch.scatter(advantages.float()),
-            returns=batch.scatter(returns.float()),
+            advantages=batch.scatter_to_tokens(advantages.float()),
+            returns=batch.scatter_to_tokens(returns.float()),
             loss_weights=batch.rollouts_to_tokens(weights).float(),
         )
 
@@ -229,8 +230,10 @@ def main(config: Config) -> int:
                     objective = (micro.loss_weights * loss).sum()
                     policy.backward(objective, is_last=is_last)
                     metrics.add_total("policy/loss", objective / config.updates_per_step)
-                    add_tokens(metrics, micro, new, ratio, entropy, weight_version=progress.update)
-                    add_clip(metrics, micro, ratio, clip_low=config.clip_low, clip_high=config.clip_high)
+                    add_token_metrics(metrics, micro, new, ratio, entropy, weight_version=progress.update)
+                    add_clip_metrics(
+                        metrics, micro, ratio, clip_low=config.clip_low, clip_high=config.clip_high
+                    )
             lr = config.learning_rate(progress, config.value_peak_lr)
             metrics.add("value/lr", lr)
             grad_norm = value.step(value_optimizer, lr=lr, max_grad_norm=config.max_grad_norm)
@@ -247,7 +250,9 @@ def main(config: Config) -> int:
     return run.close()
 
 
-def add_scoring(metrics: StepMetrics, groups: Groups, batch: Batch, kl: Tensor, returns: Tensor) -> None:
+def add_value_metrics(
+    metrics: StepMetrics, groups: Groups, batch: Batch, kl: Tensor, returns: Tensor
+) -> None:
     """Add metrics for the value model and, if there is a reference, for the KL [T] (collective). returns: [M]."""
     old_values = batch.values[batch.loss_mask].double()
     has_score = batch.rollouts_to_tokens(~groups.weighted_rewards.isnan())[batch.loss_mask]

@@ -21,7 +21,7 @@ from workload import (
 )
 
 from minirl.data.tokenizer import Tokenizer
-from minirl.model.weights import load_replica
+from minirl.model.weights import load_unsharded_model
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     torch.set_num_threads(1)
     device = torch.device("cpu")
     tokenizer = Tokenizer(args.model)
-    model = load_replica(args.model, dtype=getattr(torch, args.dtype))
+    model = load_unsharded_model(args.model, dtype=getattr(torch, args.dtype))
     prompts = encode_prompts(tokenizer, args.prompts)
     engine = make_engine(args, model, device)
     computed_tokens = ComputedTokens(model)

@@ -28,15 +28,15 @@ from workload import (
 
 import train_grpo  # importable because workload extends sys.path
 from minirl.data.tokenizer import Tokenizer
-from minirl.episodes.step_groups import select_step
+from minirl.episodes.step_groups import select_step_groups
 from minirl.model.families import read_config
-from minirl.model.weights import load_replica
+from minirl.model.weights import load_unsharded_model
 from minirl.ranks import launch, process_group
 from minirl.ranks.process_group import all_reduce_sum, rank, world_size
-from minirl.report.metrics import StepMetrics, add_clip, add_tokens
+from minirl.report.metrics import StepMetrics, add_clip_metrics, add_token_metrics
 from minirl.rollouts import RewardedRollout, Rollout
 from minirl.training.assignment import plan_microbatches
-from minirl.training.batch import Batch, Microbatch, exchange
+from minirl.training.batch import Batch, Microbatch, exchange_rollouts
 from minirl.training.frozen_models import FrozenModel
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
@@ -57,7 +57,7 @@ class GrpoLoop:
         self.reference = None
         if args.kl_coef:
             self.reference = FrozenModel(
-                load_replica(args.model, dtype=self.dtype),
+                load_unsharded_model(args.model, dtype=self.dtype),
                 score_batch,
                 names=["ref_logprobs"],
                 device=self.device,
@@ -97,21 +97,21 @@ class GrpoLoop:
             RewardedRollout(rollout, "", [reward]) for rollout, reward in zip(rollouts, rewards, strict=True)
         ]
         weight = torch.ones(1, dtype=torch.float64)
-        groups = select_step(rewarded, args.prompts, args.samples, reward_weights=weight).groups
+        groups = select_step_groups(rewarded, args.prompts, args.samples, reward_weights=weight).groups
         per_rank = plan_microbatches(
             groups.sequences,
             num_ranks=world_size(),
             max_tokens=args.max_tokens_per_microbatch,
         )
         microbatches = per_rank[rank()]
-        batch = exchange(groups.rollouts, [per_rank])
-        weights = train_grpo.rollout_weights(self.config, groups, args.max_new)
+        batch = exchange_rollouts(groups.rollouts, [per_rank])
+        weights = train_grpo.rollout_loss_weights(self.config, groups, args.max_new)
         batch = batch.replace(
             advantages=train_grpo.token_advantages(self.config, groups, batch).float(),
             loss_weights=batch.rollouts_to_tokens(weights).float(),
         ).to(self.device)
         if self.reference is not None:
-            batch = self.reference.add_streams(batch, microbatches)
+            batch = self.reference.add_outputs(batch, microbatches)
         return batch, microbatches
 
     def backward(self, batch: Batch, microbatches: Sequence[Microbatch]) -> None:
@@ -124,8 +124,8 @@ class GrpoLoop:
             loss, ratio = train_grpo.token_loss(config, micro, new, entropy)
             objective = (micro.loss_weights * loss).sum()
             self.policy.backward(objective, is_last=i == len(microbatches) - 1)
-            add_tokens(self.metrics, micro, new, ratio, entropy, weight_version=self.weight_version)
-            add_clip(self.metrics, micro, ratio, clip_low=config.clip_low, clip_high=config.clip_high)
+            add_token_metrics(self.metrics, micro, new, ratio, entropy, weight_version=self.weight_version)
+            add_clip_metrics(self.metrics, micro, ratio, clip_low=config.clip_low, clip_high=config.clip_high)
 
     def step(self) -> dict[str, float]:
         """Step the optimizer, refresh the weights, and return the update's metrics (collective)."""

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from minirl.data.answers import parse_answer
+from minirl.data.answers import parse_assistant_message
 from minirl.data.chat_tokenizer import ChatTokenizer
 from minirl.data.conversation import rollout_messages
 from minirl.data.task import Row
@@ -166,7 +166,7 @@ def converse(rollout, tokenizer, texts, columns=None):
     async def ask(request):
         requests.append(request)
         ids = tokenizer.encode_text(f"{next(left)}<|im_end|>", "")
-        message = parse_answer(tokenizer, ids, np.array([]))
+        message = parse_assistant_message(tokenizer, ids, np.array([]))
         turn = SimpleNamespace(branch=request.branch, message=message)
         episode.add_turn(turn)
         return turn
@@ -384,7 +384,7 @@ def test_trl_programs_run_unchanged_and_get_the_same_rewards(
     def turn_before(tokenizer, ids, before):
         return turns[tokenizer.decode(before, skip_special_tokens=False).count("<turn>a:") - 1]
 
-    monkeypatch.setattr("minirl.data.answers.parse_answer", turn_before)
+    monkeypatch.setattr("minirl.data.answers.parse_assistant_message", turn_before)
     file = f"{tmp_path}/mine.py"
     config = RunConfig(**{kind: f"{file}:{name}"}, reward=(f"{file}:{reward}",))
     loaded, (functions, _) = load_rollout_function(config), load_rewards(config, load_task(config))
@@ -403,7 +403,7 @@ LOOK = {"type": "function", "function": {"name": "look", "description": "", "par
 def test_a_branchs_prompt_shows_its_own_tools_and_its_calls_are_parsed(monkeypatch):
     """The branches of a URL agent have the requests' tools. A template that cannot show tools is rejected."""
     asks = said("", ("look", {"at": "b"}))
-    monkeypatch.setattr("minirl.data.answers.parse_answer", lambda *_: asks)
+    monkeypatch.setattr("minirl.data.answers.parse_assistant_message", lambda *_: asks)
 
     async def in_a_branch(episode):
         branch = episode.branch(episode.messages, tools=[LOOK])

@@ -14,7 +14,7 @@ from minirl.rollouts import RolloutId, all_branches
 from minirl.training.batch import (
     NOT_COMPUTED,
     Batch,
-    exchange,
+    exchange_rollouts,
     gather_rollout_infos,
     gather_to_rollouts,
     pack,
@@ -58,7 +58,7 @@ def exchange_branches(rank, first_share, rank_of):
     pairs = list(zip(sequences, rank_of, strict=True))
     plan = [[[[sequence for sequence, receiver in pairs if receiver == other]] for other in (0, 1)]]
     streams = {"taught": 3.0 * pack(all_branches(rollouts)).sample_logprobs}
-    batch = exchange(rollouts, plan, streams, TaughtBatch)
+    batch = exchange_rollouts(rollouts, plan, streams, TaughtBatch)
     return infos, batch, gather_to_rollouts(batch, batch.tokens[batch.last_token_index], 9)
 
 
@@ -107,8 +107,8 @@ def shared_prompts(rank, changed, has_branches=False):
     rollouts = [first, dataclasses.replace(first, branches=(second,))]
     if has_branches:
         rollouts = list(map(in_two_branches, rollouts))
-    batch = exchange(rollouts, [[[list(pack(all_branches(rollouts)).sequences)]]])
-    return [(sequence.parent, sequence.num_shared) for sequence in batch.layout().sequences]
+    batch = exchange_rollouts(rollouts, [[[list(pack(all_branches(rollouts)).sequences)]]])
+    return [(sequence.parent, sequence.num_shared_tokens) for sequence in batch.layout().sequences]
 
 
 def test_the_first_branches_of_a_prompts_rollouts_share_it_and_others_share_nothing(one_rank):

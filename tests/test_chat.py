@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from minirl.data.answers import check_calls_parsable, parse_answer
+from minirl.data.answers import check_calls_parsable, parse_assistant_message
 from minirl.data.chat_tokenizer import ChatTokenizer
 from minirl.data.jsonl import load_jsonl_task
 from minirl.data.messages import read_message, read_prompt
@@ -218,7 +218,7 @@ def test_tools_that_a_prompt_cannot_tell_of_are_refused(make, tools, error):
 
 def message_of(tokenizer, text, before="<|im_start|>assistant\n"):
     ids = tokenizer.encode_text(text, "")
-    return parse_answer(tokenizer, ids, np.array(tokenizer.encode_text(before, "")))
+    return parse_assistant_message(tokenizer, ids, np.array(tokenizer.encode_text(before, "")))
 
 
 def called(name, **arguments):

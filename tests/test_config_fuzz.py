@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from minirl.errors import InputError
 from minirl.model.attention import PackedLayout, Sequence
 from minirl.model.batch_invariance import head_logits
-from minirl.model.weights import load_replica
+from minirl.model.weights import load_unsharded_model
 from support.families import CASES, LLAMA3_ROPE, make_checkpoint
 from support.marks import slow
 
@@ -119,7 +119,7 @@ def mutated(raw, changes):
 @torch.no_grad()
 def outputs_here(folder, scalar_head):
     """Return minirl's logits or scores [T, ...] for one sequence, which fits into the model's context."""
-    model = load_replica(folder, dtype=torch.float32, scalar_head=scalar_head)
+    model = load_unsharded_model(folder, dtype=torch.float32, scalar_head=scalar_head)
     num_tokens = min(NUM_TOKENS, model.config.max_position_embeddings)
     layout = PackedLayout((Sequence(num_tokens),), torch.device("cpu"))
     hidden = model(torch.arange(num_tokens), layout.positions, layout)

@@ -38,9 +38,13 @@ def tokens_of(sequences):
     """Return random tokens for each sequence, which begins like its parent."""
     generator = torch.Generator().manual_seed(0)
     tokens = []
-    for length, parent, num_shared in sequences:
+    for length, parent, num_shared_tokens in sequences:
         own = torch.randint(48, (length,), generator=generator)
-        tokens.append(own if parent is None else torch.cat([tokens[parent][:num_shared], own[num_shared:]]))
+        tokens.append(
+            own
+            if parent is None
+            else torch.cat([tokens[parent][:num_shared_tokens], own[num_shared_tokens:]])
+        )
     return tokens
 
 
@@ -82,7 +86,7 @@ def test_a_reused_slot_holds_nothing_of_the_sequence_before(dtype):
         cache = engine._cache
         free = (cache.blocks.lengths[: engine.max_running_requests + 1] == 0).nonzero()[0]
         for layer in model.config.delta_net.layers:
-            for pool in cache.pool.states.layer(layer):
+            for pool in cache.pool.recurrent_states.layer(layer):
                 pool[free] = torch.nan
         rollouts |= {rollout.rollout_id: rollout for rollout in engine.step()}
     for rollout in expected:

@@ -17,7 +17,7 @@ from minirl.model.config import Adapters
 from minirl.model.rotation import rope_table
 from minirl.model.transformer import Transformer
 from minirl.model.weights import fill_parameter
-from minirl.report.metrics import StepMetrics, add_clip, add_tokens
+from minirl.report.metrics import StepMetrics, add_clip_metrics, add_token_metrics
 from minirl.training.batch import Batch, sequence_infos_from_lengths
 from minirl.training.frozen_models import FrozenModel
 from minirl.training.losses import value_loss
@@ -157,8 +157,8 @@ def test_an_update_on_a_device_has_the_gradients_of_the_host(
         objective.backward()
         metrics = StepMetrics()
         metrics.add_total("policy/loss", objective.detach())
-        add_tokens(metrics, micro, new, ratio, entropy, weight_version=1)
-        add_clip(metrics, micro, ratio, clip_low=0.2, clip_high=0.2)
+        add_token_metrics(metrics, micro, new, ratio, entropy, weight_version=1)
+        add_clip_metrics(metrics, micro, ratio, clip_low=0.2, clip_high=0.2)
         metrics.reduce()
         trained = filter(lambda parameter: parameter.requires_grad, model.parameters())
         gradients.append([parameter.grad.cpu() for parameter in trained])
@@ -181,7 +181,7 @@ def test_a_value_model_on_a_device_has_the_values_and_gradients_of_the_host(devi
         batch = make_batch().to(place)
         scorer = FrozenModel(model, predict_values, names=names, device=place)
         first, second, third = batch.sequences
-        scored = scorer.add_streams(batch, [[third], [], [first, second]])
+        scored = scorer.add_outputs(batch, [[third], [], [first, second]])
         micro = batch.select([batch.sequences[i] for i in lengths])
         values, _ = predict_values(model, micro)
         loss = value_loss(values, micro.values, micro.returns, clip=0.2)

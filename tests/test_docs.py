@@ -197,7 +197,7 @@ ROLLOUTS = [block for block in python_blocks("episodes.md") if "def rollout" in 
 def test_the_rollouts_of_a_page_run(monkeypatch, source):
     """No message of the chat can be parsed."""
     parsed = assistant("", parse_error="no end")
-    monkeypatch.setattr("minirl.data.answers.parse_answer", lambda tokenizer, ids, before: parsed)
+    monkeypatch.setattr("minirl.data.answers.parse_assistant_message", lambda tokenizer, ids, before: parsed)
     names = {
         "Episode": Episode,
         "look_up": str.upper,

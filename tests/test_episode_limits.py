@@ -7,7 +7,7 @@ import torch
 
 from minirl.data.conversation import conversation_record
 from minirl.episodes.episode import one_turn
-from minirl.report.metrics import StepMetrics, add_rollouts
+from minirl.report.metrics import StepMetrics, add_rollout_metrics
 from minirl.rollouts import TRUNCATED_REASONS, all_branches
 from minirl.training.batch import pack
 from support.collecting import (
@@ -131,9 +131,9 @@ def test_parse_errors_are_counted_only_for_turns_whose_message_was_read(monkeypa
         turn = await episode.generate(max_tokens=9)
         assert turn.message["role"] == "assistant"
 
-    monkeypatch.setattr("minirl.data.answers.parse_answer", parsed)
+    monkeypatch.setattr("minirl.data.answers.parse_assistant_message", parsed)
     rollouts = collected(asks, 16, prompts=chat_prompts()).rollouts
     num_errors = sum(turn.parse_error is not None for rollout in rollouts for turn in rollout.episode.turns)
     metrics = StepMetrics()
-    add_rollouts(metrics, rollouts, grouped_rewards=torch.zeros(len(rollouts), 1))
+    add_rollout_metrics(metrics, rollouts, grouped_rewards=torch.zeros(len(rollouts), 1))
     assert metrics.reduce()["count/parse_errors"] == num_errors > 8

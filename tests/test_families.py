@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from minirl.errors import InputError
 from minirl.model.families import FAMILIES, config_from_dict, read_config
 from minirl.model.transformer import is_batch_invariant
-from minirl.model.weights import load_replica, passthrough_tensors, write_folder
+from minirl.model.weights import load_unsharded_model, passthrough_tensors, write_folder
 from minirl.run.budget import num_parameters
 from minirl.training.batch import pack
 from support.engines import CPU, hidden_states, make_engine, make_request, scores_of
@@ -133,7 +133,7 @@ def save_vision_model(folder, family):
 def test_a_vision_models_folder_is_read_for_its_text_and_saved_whole(family, tmp_path):
     """The export has all original tensors, even integer ones. Keys that may change the text model are rejected."""
     save_vision_model(tmp_path, family)
-    model = load_replica(tmp_path, dtype=torch.float32)
+    model = load_unsharded_model(tmp_path, dtype=torch.float32)
     tokens = torch.arange(70)
     expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)(tokens[None]).logits[0]
     got = model.lm_head(hidden_states(model, tokens))

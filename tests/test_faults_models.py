@@ -17,7 +17,7 @@ from minirl.errors import InputError
 from minirl.files import durable
 from minirl.model.families import read_config
 from minirl.model.transformer import Transformer
-from minirl.model.weights import load_replica
+from minirl.model.weights import load_unsharded_model
 from minirl.run import embedded_model
 from support.jobs import LIMIT_S, ROOT
 from support.models import RAW_CONFIG, make_folder
@@ -30,7 +30,7 @@ def folder(tmp_path):
 
 
 def load(folder):
-    return load_replica(folder, dtype=torch.float32)
+    return load_unsharded_model(folder, dtype=torch.float32)
 
 
 def test_row_32_non_finite_weights_are_named(folder):

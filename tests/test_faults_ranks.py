@@ -384,9 +384,9 @@ KILLED_FORK = """
 import os, signal
 from minirl.ranks import launch
 
-good_weights = rollout_weights
+good_weights = rollout_loss_weights
 
-def rollout_weights(*args):
+def rollout_loss_weights(*args):
     where = [os.environ["TORCHELASTIC_RUN_ID"], os.environ["RANK"], launch.this_process.phase]
     if where == ["killed", "3", "step 2, phase score"]:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -112,7 +112,10 @@ REFUSED = [
     ("--baseline none --advantage-norm batch_std", "--baseline none: needs --advantage-norm none"),
     ("--kl-reward-coef 0.1", "--kl-reward-coef: --advantage-norm group_std would normalise the penalty away"),
     ("--kl-coef 0.1 --kl-reward-coef 0.1", "--kl-coef with --kl-reward-coef"),
-    ("--algorithm reinforce++ --ratio-level sequence_mean", "--ratio-level sequence_mean: cannot be combined"),
+    (
+        "--algorithm reinforce++ --ratio-level sequence_mean",
+        "--ratio-level sequence_mean: cannot be combined",
+    ),
     ("--teacher a --max-staleness 1 --correction none", "--correction none: --max-staleness takes old"),
     ("--algorithm dapo --teacher a", "--dynamic-sampling: --teacher alone"),
     ("--teacher a --ratio-level sequence_mean", "--ratio-level sequence_mean: cannot be combined"),

@@ -8,7 +8,7 @@ import torch
 
 from minirl.generation.engine import Engine
 from minirl.model.attention import PackedLayout, Sequence, attend, kernel_for
-from minirl.model.batch_invariance import activate
+from minirl.model.batch_invariance import apply_activation
 from minirl.model.layers import GatedActivation
 from minirl.training.scoring import head_logprobs
 from support.caches import decoded_both_ways
@@ -78,7 +78,7 @@ def test_what_training_computes_on_cuda_is_what_the_cpu_computes(dtype, monkeypa
     for device, compute_dtype in (("cpu", torch.float64), ("cuda", dtype)):
         leaves = [x.to(dtype).to(device, compute_dtype).requires_grad_() for x in (gate, up, head / 16)]
         divisor = torch.full((300, 1), 0.7, device=device)
-        states = GatedActivation.apply(*leaves[:2], activate)
+        states = GatedActivation.apply(*leaves[:2], apply_activation)
         logprobs, entropies = head_logprobs(states, leaves[2], targets.to(device), divisor)
         gradients = torch.autograd.grad((logprobs - 0.1 * entropies).sum(), leaves)
         results.append([x.cpu() for x in (logprobs, entropies, *gradients)])

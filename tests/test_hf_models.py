@@ -25,7 +25,7 @@ from minirl.files.json_files import read_json_object
 from minirl.model.config import Adapters
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import is_batch_invariant
-from minirl.model.weights import load_replica, passthrough_tensors, write_folder
+from minirl.model.weights import load_unsharded_model, passthrough_tensors, write_folder
 from minirl.run.budget import num_parameters
 from minirl.run.embedded_model import save_tokenizer
 from minirl.training.batch import pack
@@ -101,7 +101,7 @@ def test_a_type_has_transformers_logits_its_bits_in_decoding_and_its_names_in_a_
     path = tmp_path / "read" / "model.safetensors"
     if kind in OUTSIDE:  # as in published files; minirl saves the tensor unchanged
         save_file(load_file(path) | {OUTSIDE[kind]: torch.ones(2, 3)}, path, metadata={"format": "pt"})
-    model = load_replica(tmp_path / "read", dtype=torch.float32)
+    model = load_unsharded_model(tmp_path / "read", dtype=torch.float32)
     assert logit_error(oracle, model) < 1e-5
     requests = [
         make_request(list(range(3, 3 + length)), number=length, member=member, max_new_tokens=24)

@@ -16,7 +16,7 @@ from minirl.model.attention import PackedLayout, Sequence
 from minirl.model.config import Adapters
 from minirl.model.folders import ADAPTERS_FILE
 from minirl.model.transformer import is_batch_invariant
-from minirl.model.weights import load_replica
+from minirl.model.weights import load_unsharded_model
 from minirl.training.batch import Batch, sequence_infos_from_lengths
 from minirl.training.frozen_models import without_adapters
 from minirl.training.scoring import score_batch
@@ -53,7 +53,7 @@ def logprobs_of(model, tokens, lengths):
 def test_new_adapters_change_no_bit_and_others_no_token_by_its_batch(folder, dtype, adapters):
     """Packed sequences equal separate sequences even at rank 2, whose small matmuls could depend on the batch."""
     tokens = torch.arange(90) % 33
-    base = load_replica(folder, dtype=dtype)
+    base = load_unsharded_model(folder, dtype=dtype)
     assert torch.equal(
         logprobs_of(adapted(folder, adapters, dtype), tokens, (90,)), logprobs_of(base, tokens, (90,))
     )
@@ -96,7 +96,7 @@ def train_one_update(rank, folder, options):
 @pytest.mark.parametrize("options", [{}, slow({"shard_gradients": True, "offload_optimizer": True})], ids=str)
 def test_an_update_changes_the_adapters_alone_and_as_on_one_rank(one_rank, two_ranks, folder, options):
     """The base has no masters. The reference shares the base's storage, and so does a value model from its folder."""
-    base = dict(load_replica(folder, dtype=torch.float32).named_parameters())
+    base = dict(load_unsharded_model(folder, dtype=torch.float32).named_parameters())
     (expected,) = one_rank.run(train_one_update, folder, {})
     for after in two_ranks.run(train_one_update, folder, options):
         assert all(torch.equal(after[name], weight) for name, weight in base.items())
@@ -164,7 +164,7 @@ def test_what_peft_merges_has_the_bits_of_what_minirl_reads(checkpoint, tmp_path
     adapted_model = peft.AutoPeftModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     adapted_model.merge_and_unload().save_pretrained(tmp_path)
     merged, replica = (
-        dict(load_replica(folder, dtype=torch.float32).named_parameters())
+        dict(load_unsharded_model(folder, dtype=torch.float32).named_parameters())
         for folder in (tmp_path, checkpoint)
     )
     assert all(torch.equal(weight, replica[name]) for name, weight in merged.items())
@@ -213,7 +213,7 @@ def test_adapters_that_would_be_computed_in_another_way_are_refused(peft_folder,
     file = peft_folder / ADAPTERS_FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(InputError, match=f"{ADAPTERS_FILE}.*{message}"):
-        load_replica(peft_folder, dtype=torch.float32)
+        load_unsharded_model(peft_folder, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_adapters_that_do_not_fit_their_base_are_refused(peft_folder, name, shap
     tensors[f"base_model.model.model.{name}.weight"] = torch.zeros(shape)
     save_file(tensors, peft_folder / WEIGHTS_FILE)
     with pytest.raises(InputError, match=message):
-        load_replica(peft_folder, dtype=torch.float32)
+        load_unsharded_model(peft_folder, dtype=torch.float32)
 
 
 def test_adapters_learn_at_ten_times_the_learning_rate():

@@ -309,5 +309,7 @@ def test_the_script_trains_on_what_can_teach(flags, expected):
     rewards = double([[1.0, 0.0], [0.1, 0.1], [1.0, math.nan]])
     groups = groups_of(rewards, greedy=double([[0.0], [0.0], [1.0]]))
     config = train_grpo.Config(**flags)
-    is_skipped = train_grpo.skippable_rollouts(config, groups, train_grpo.rollout_weights(config, groups, 8))
+    is_skipped = train_grpo.skippable_rollouts(
+        config, groups, train_grpo.rollout_loss_weights(config, groups, 8)
+    )
     assert (~is_skipped).int().flatten().tolist() == expected

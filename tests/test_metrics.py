@@ -20,12 +20,12 @@ from minirl.ranks.time_account import spent_on
 from minirl.report.logger import Logger
 from minirl.report.metrics import (
     StepMetrics,
-    add_clip,
-    add_generation,
-    add_rewards,
-    add_rollouts,
-    add_skipped_tokens,
-    add_tokens,
+    add_clip_metrics,
+    add_generation_metrics,
+    add_reward_metrics,
+    add_rollout_metrics,
+    add_skipped_token_metrics,
+    add_token_metrics,
     with_derived_metrics,
 )
 from minirl.rollouts import EpisodeRecord, RolloutId, TurnRecord, concat_tokens, make_token_stream
@@ -87,13 +87,13 @@ def test_metrics_of_two_ranks_equal_numbers_computed_by_hand(reduce_over_ranks, 
     correct = torch.tensor([[1.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
     short = torch.tensor([[-1.0, -3.0], [math.nan, -5.0]]).double()
     for metrics, of_rank in zip(ranks, (rollouts, []), strict=True):
-        add_rollouts(metrics, of_rank, grouped_rewards=correct)
-        add_rewards(metrics, ["correct", "short"], torch.stack([correct, short], dim=2))
-        add_skipped_tokens(metrics, sequences, [sequences[0], sequences[3]])
+        add_rollout_metrics(metrics, of_rank, grouped_rewards=correct)
+        add_reward_metrics(metrics, ["correct", "short"], torch.stack([correct, short], dim=2))
+        add_skipped_token_metrics(metrics, sequences, [sequences[0], sequences[3]])
     # 8 requests decode for 5 steps, then 2 requests for 5 more steps.
     counts = {"decode_tokens": 50, "discarded_tokens": 3, "decode_steps": 10, "peak_running": 8}
-    add_generation(ranks[0], EngineStats(**counts, preemptions=2, evictions=3))
-    add_generation(ranks[1], EngineStats(preemptions=2))
+    add_generation_metrics(ranks[0], EngineStats(**counts, preemptions=2, evictions=3))
+    add_generation_metrics(ranks[1], EngineStats(preemptions=2))
 
     new = torch.tensor([5.0, -1.0, -1.0, -1.5, 1.0])
     # All sampled tokens but the last exceed their clip bound.
@@ -112,8 +112,8 @@ def test_metrics_of_two_ranks_equal_numbers_computed_by_hand(reduce_over_ranks, 
     entropy = torch.tensor([7.0, 1.0, 2.0, 3.0, 4.0])
     for metrics, part in zip(ranks, (micro, micro.select([])), strict=True):
         count = len(part.tokens)
-        add_tokens(metrics, part, new[:count], ratio[:count], entropy[:count], weight_version=12)
-        add_clip(metrics, part, ratio[:count], clip_low=0.2, clip_high=0.3)
+        add_token_metrics(metrics, part, new[:count], ratio[:count], entropy[:count], weight_version=12)
+        add_clip_metrics(metrics, part, ratio[:count], clip_low=0.2, clip_high=0.3)
     seconds = {"prefill": 0.5, "decode": 1.5, "update": 0.5, "wait_ranks": 1.0, "step": 8.0}
     for cause, spent in seconds.items():
         ranks[0].add_total(f"time/{cause}", spent)

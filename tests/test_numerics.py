@@ -47,7 +47,7 @@ def test_products_are_exact_up_to_rounding(num_in, num_out, rows, dtype):
 @pytest.mark.parametrize("dtype", EPS, ids=str)
 def test_the_gate_has_the_bits_of_autograd(name, width, dtype):
     """This covers values and both gradients, even of strided views, which a fused projection gives."""
-    activate = functools.partial(batch_invariance.activate, function=ACTIVATIONS[name])
+    activate = functools.partial(batch_invariance.apply_activation, function=ACTIVATIONS[name])
     results = []
     for gated in (
         lambda gate, up: GatedActivation.apply(gate, up, activate),
@@ -198,7 +198,7 @@ def test_no_shape_is_called_batch_invariant_that_is_not(dtype, seed):
         if batch_invariance.is_batch_invariant([shape], dtype, CPU, is_head=is_head):
             product = batch_invariance.head_logits if is_head else batch_invariance.linear
             num_rows = rng.choice([640, 3000 if num_in * num_out < 20_000 else 640])
-            (x,), (weight,) = batch_invariance.cancelling_operands(1, num_rows, *shape, dtype)
+            (x,), (weight,) = batch_invariance.make_cancelling_operands(1, num_rows, *shape, dtype)
             usual = randn(num_rows, num_in, seed=seed), randn(num_out, num_in, seed=seed + 1)
             for factors in ((x, weight), usual):
                 if rows := rows_that_differ(product, *(factor.to(dtype) for factor in factors), rng):

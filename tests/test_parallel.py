@@ -12,11 +12,17 @@ from minirl.episodes.step_groups import Groups
 from minirl.errors import GuardError
 from minirl.generation.engine import Request
 from minirl.model.transformer import is_batch_invariant
-from minirl.model.weights import load_replica
+from minirl.model.weights import load_unsharded_model
 from minirl.ranks.process_group import world_size
 from minirl.rollouts import RolloutId
 from minirl.training.assignment import plan_microbatches
-from minirl.training.batch import Batch, exchange, gather_rollout_infos, pack, sequence_infos_from_lengths
+from minirl.training.batch import (
+    Batch,
+    exchange_rollouts,
+    gather_rollout_infos,
+    pack,
+    sequence_infos_from_lengths,
+)
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import full_tensor
 from support.engines import CPU, make_engine
@@ -64,11 +70,11 @@ def shared_out(rank, max_tokens, config, skippable_rollouts=None):
     is_skipped = torch.zeros(21, dtype=torch.bool)
     if skippable_rollouts is not None:
         is_skipped = skippable_rollouts(
-            config, groups, train_grpo.rollout_weights(config, groups, 64)
+            config, groups, train_grpo.rollout_loss_weights(config, groups, 64)
         ).flatten()
     trained = [sequence for sequence in groups.sequences if not is_skipped[sequence.rollout_index]]
     plan = plan_microbatches(trained, num_ranks=world_size(), max_tokens=max_tokens)
-    return groups, exchange(mine, [plan]), plan[rank]
+    return groups, exchange_rollouts(mine, [plan]), plan[rank]
 
 
 def moved_since_old(micro, scale=0.6):
@@ -91,7 +97,7 @@ def gradients_of(rank, max_tokens, folder, flags, skippable_rollouts=None, dtype
     config = train_grpo.Config(num_minibatches=1, **flags)
     model = sharded(folder, dtype, **options)
     groups, batch, microbatches = shared_out(rank, max_tokens, config, skippable_rollouts)
-    weights = train_grpo.rollout_weights(config, groups, 64)
+    weights = train_grpo.rollout_loss_weights(config, groups, 64)
     batch = batch.replace(ref_logprobs=0.9 * batch.sample_logprobs)
     batch = batch.replace(
         advantages=train_grpo.token_advantages(config, groups, batch).to(dtype),
@@ -209,7 +215,7 @@ def check_refreshes(rank, folder, dtype):
     model = sharded(folder, dtype)
     optimizer = adamw(model)
     weights = model.compute_weights
-    reference = dict(load_replica(folder, dtype=dtype).named_parameters())
+    reference = dict(load_unsharded_model(folder, dtype=dtype).named_parameters())
     original = {name: weight.clone() for name, weight in reference.items()}
     assert all(torch.equal(weights[name], weight) for name, weight in original.items())
     addresses = {name: weight.data_ptr() for name, weight in weights.items()}

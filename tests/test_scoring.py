@@ -162,7 +162,7 @@ def frozen_results(language, scalar, batch, cut):
         (language, score_sampled, ["old_logprobs"]),
         (scalar, predict_values, ["values", "end_values"]),
     ):
-        batch = FrozenModel(model, of_model, names=names, device=CPU).add_streams(batch, cut)
+        batch = FrozenModel(model, of_model, names=names, device=CPU).add_outputs(batch, cut)
     return batch.old_logprobs, batch.values, batch.end_values[batch.last_token_index]
 
 
@@ -214,5 +214,5 @@ def test_parking_a_frozen_model_copies_nothing_back(monkeypatch):
     frozen = FrozenModel(model, check_device, names=["ref_logprobs"], device=torch.device("cuda"))
     for _ in range(2):
         batch = make_groups(0)
-        frozen.add_streams(batch, [batch.sequences[:1]])
+        frozen.add_outputs(batch, [batch.sequences[:1]])
         assert on_host == [parameter.data_ptr() for parameter in model.parameters()]

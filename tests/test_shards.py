@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from minirl.model import batch_invariance
 from minirl.model.config import Adapters
-from minirl.model.shards import share_layers
+from minirl.model.shards import shard_layers
 from minirl.model.transformer import Transformer, is_batch_invariant, make_meta_model
 from minirl.run import planning, setup
 from support.engines import CPU, make_engine, mixed_requests
@@ -29,7 +29,7 @@ from support.scripts import (
 def sharded_twin(whole: Transformer, rank: int) -> Transformer:
     """Return a model with this rank's rows of the layers' weights."""
     model = make_meta_model(whole.config)
-    model.shard_group = share_layers(model.layers, whole.config.adapters)
+    model.shard_group = shard_layers(model.layers, whole.config.adapters)
     model.to(whole.lm_head.weight.dtype)
     model._apply(lambda tensor: torch.zeros_like(tensor, device=CPU))
     model.tie_weights()
@@ -59,7 +59,7 @@ def decode_both_ways(rank, whole, size, options):
     for each in (whole, model):
         engine = make_engine(each, **options)
         results.append(decoded(engine.generate(own)))
-        engine.sync()
+        engine.sync_ranks()
         assert not engine.is_busy
     held, full = (sum(weight.nbytes for weight in m.layers.parameters()) for m in (model, whole))
     return *results, held / full

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import train_grpo
 from minirl.errors import InputError
-from minirl.model.weights import load_replica, truncate_vocabulary
+from minirl.model.weights import load_unsharded_model, truncate_vocabulary
 from minirl.training.batch import Batch, sequence_infos_from_lengths
 from minirl.training.scoring import score_teacher
 from support.models import moved_weights
@@ -84,7 +84,7 @@ def test_a_larger_vocabulary_is_cut_and_ids_beyond_a_smaller_one_have_no_mass(te
 
     Tied head and embeddings stay one tensor. Pitfall 63.
     """
-    model = load_replica(teacher, dtype=torch.float32)
+    model = load_unsharded_model(teacher, dtype=torch.float32)
     tokens = torch.nn.functional.pad(torch.arange(24)[:, None], (1, 1), value=1).flatten()
     logprobs, _ = score_teacher(
         model, Batch(sequence_infos_from_lengths([3] * 24), tokens, torch.arange(72) % 3 > 0)

@@ -21,7 +21,7 @@ from minirl.model.folders import hub_id_or_path, resolve_folder
 from minirl.model.transformer import Transformer
 from minirl.model.weights import (
     check_weights,
-    load_replica,
+    load_unsharded_model,
     load_weights,
     read_tokenizer_files,
     write_folder,
@@ -169,7 +169,7 @@ def test_the_other_kind_of_model_is_refused_with_its_folder(tmp_path, scalar_hea
     kinds = ("a language model", r"a sequence classifier \(reward model\)")
     said = rf"{folder}: config\.json describes {kinds[not scalar_head]}; expected {kinds[scalar_head]}"
     with pytest.raises(InputError, match=said):
-        load_replica(folder, dtype=torch.float32, scalar_head=scalar_head)
+        load_unsharded_model(folder, dtype=torch.float32, scalar_head=scalar_head)
     assert read_config(folder) == read_config(folder, scalar_head=not scalar_head)
 
 
@@ -234,7 +234,7 @@ def test_a_replica_is_frozen_and_has_the_weights_that_transformers_reads(
     made.save_pretrained(tmp_path, max_shard_size=max_shard_size)
     assert (tmp_path / "model.safetensors.index.json").exists() == (max_shard_size == "2KB")
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
-    replica = load_replica(tmp_path, dtype=dtype)
+    replica = load_unsharded_model(tmp_path, dtype=dtype)
     assert_equal_parameters(replica, oracle)
     assert ("lm_head.weight" in dict(replica.named_parameters())) != tied
     assert not any(param.requires_grad for param in replica.parameters())

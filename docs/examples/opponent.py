@@ -23,7 +23,7 @@ from minirl.data.messages import Messages
 from minirl.data.task import Row
 from minirl.errors import refuse
 from minirl.generation.engine import Engine
-from minirl.model.weights import load_replica, load_weights
+from minirl.model.weights import load_unsharded_model, load_weights
 from minirl.ranks.process_group import select_device
 from minirl.rollouts import Request, RolloutId, SampledSequence
 
@@ -40,7 +40,7 @@ class Opponent:
         self.folder = self._newest()
         device = select_device(may_use_cpu=True)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.model = load_replica(self.folder, dtype=dtype).to(device)
+        self.model = load_unsharded_model(self.folder, dtype=dtype).to(device)
         self.tokenizer = ChatTokenizer(self.folder)
         self._engine = Engine(
             self.model,

@@ -26,7 +26,9 @@ _HERMES_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _SHOWN_HERMES_CALL = re.compile(r'<tool_call>[^<]{0,40}\{\s*\\?"(name|arguments)')
 
 
-def parse_answer(tokenizer: ChatTokenizer, ids: Sequence[int], before: NDArray[np.int64]) -> dict[str, Any]:
+def parse_assistant_message(
+    tokenizer: ChatTokenizer, ids: Sequence[int], before: NDArray[np.int64]
+) -> dict[str, Any]:
     """Parse a turn's token ids into a message: "role", "content" and, if present, "reasoning_content" and "tool_calls".
 
     "tool_calls" is a list of {"type": "function", "function": {"name": ..., "arguments": {...}}}; "parse_error" says

@@ -80,7 +80,7 @@ class ChatTokenizer(Tokenizer):
         """Return the ids of the tokens that end a turn after this prompt."""
         return self.chat_stop_ids if self.is_chat(prompt) else self.stop_ids
 
-    def notes(self, prompt: str | Messages) -> list[str]:
+    def template_notes(self, prompt: str | Messages) -> list[str]:
         """Return notes for the log about a missing EOS token or unusual stop tokens, given one of the prompts."""
         notes = []
         if self.eos_ids and not self.is_chat(prompt):
@@ -322,7 +322,7 @@ def replace_with_placeholders(
     messages, schemas = copy.deepcopy((messages, list(tools)))
     marks: dict[str, str] = {}
 
-    def mark(description: str) -> str:
+    def make_placeholder(description: str) -> str:
         placeholder = _MARK.format(len(marks))
         marks[placeholder] = description
         return placeholder
@@ -331,9 +331,9 @@ def replace_with_placeholders(
         role = message["role"]
         calls = message.get("tool_calls", ())
         for call in calls:
-            call["function"]["name"] = mark(f"a tool call of a message of role {role!r}")
+            call["function"]["name"] = make_placeholder(f"a tool call of a message of role {role!r}")
         if message["content"] or not calls:
-            message["content"] = mark(f"a message of role {role!r} at its position")
+            message["content"] = make_placeholder(f"a message of role {role!r} at its position")
     for schema in schemas:
-        schema["function"]["name"] = mark(f"the tool {schema['function']['name']}")
+        schema["function"]["name"] = make_placeholder(f"the tool {schema['function']['name']}")
     return messages, schemas, marks

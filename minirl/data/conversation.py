@@ -78,7 +78,7 @@ def rollout_messages(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
             return text
         preceding_tokens = branch.tokens[: branch.num_prompt_tokens + start]
         try:
-            message = answers.parse_answer(tokenizer, ids, preceding_tokens)
+            message = answers.parse_assistant_message(tokenizer, ids, preceding_tokens)
         except InputError:  # the model's tool-call format is unknown
             return text
         # Keep the text, which shows the malformed call.

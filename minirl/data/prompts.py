@@ -58,7 +58,7 @@ class PromptStream:
         max_prompt_tokens = max_tokens - max_new_tokens
         self._rows = [row for row, length in zip(rows, lengths, strict=True) if length <= max_prompt_tokens]
         self.longest_prompt = max((length for length in lengths if length <= max_prompt_tokens), default=0)
-        self._notes = tokenizer.notes(rows[0].prompt) if rows else []
+        self._notes = tokenizer.template_notes(rows[0].prompt) if rows else []
         if len(self._rows) < len(rows):
             self._notes.append(self._note_on_long_prompts(rows, lengths, max_prompt_tokens))
         self._notes += notes

@@ -22,7 +22,7 @@ from minirl.data.prompts import PromptStream
 from minirl.episodes.episode import RolloutFunction, one_turn
 from minirl.episodes.in_flight import PromptsInFlight
 from minirl.episodes.runner import EpisodeRunner
-from minirl.episodes.step_groups import Groups, select_step
+from minirl.episodes.step_groups import Groups, select_step_groups
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import gather_objects
 from minirl.rewards.functions import RewardLike
@@ -113,7 +113,7 @@ class Collector:
                     self._runner.run_round(weight_version=weight_version)
                     ready_prompts = set(self._queue.groups)
                 self._rewarded += self._queue.finish(sorted(ready_prompts))
-                selection = select_step(
+                selection = select_step_groups(
                     self._rewarded,
                     num_groups,
                     self._group_size,
@@ -121,7 +121,7 @@ class Collector:
                     reward_weights=self._reward_weights,
                     replaces_zero_variance=self._max_refills is not None,
                 )
-                if selection.num_missing <= 0 or num_refills == self._max_refills:
+                if selection.num_missing_groups <= 0 or num_refills == self._max_refills:
                     break
                 num_wanted_groups = num_groups + selection.num_zero_variance_groups
         self._rewarded = [

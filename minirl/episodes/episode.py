@@ -123,7 +123,7 @@ class Turn(TurnRecord):
         """
         sequence = self.tokens.sequence
         preceding_tokens = sequence.tokens[: sequence.num_prompt_tokens + self.start]
-        message = answers.parse_answer(self.tokenizer, self.ids, preceding_tokens)
+        message = answers.parse_assistant_message(self.tokenizer, self.ids, preceding_tokens)
         self.parse_error = message.get("parse_error")
         return message
 
@@ -215,7 +215,7 @@ class Branch:
         invalid argument, a call after `end`, or a call while another turn of the episode is being sampled.
         """
         stop_strings = tuple(stop) if isinstance(stop, list | tuple) else (cast(str, stop),)
-        appended = "" if after is None else _read_after(after)
+        appended = "" if after is None else _read_appended(after)
         return await self.request_turn(TurnRequest(appended, stop_strings, max_tokens, self.number))
 
 
@@ -325,7 +325,7 @@ class Episode:
         self.end_reason = reason
 
 
-def _read_after(after: After | dict[str, str]) -> After:
+def _read_appended(after: After | dict[str, str]) -> After:
     """Return `after` with validated copies of its messages, because the caller may change the originals later."""
     appended = [after] if isinstance(after, dict) else after
     if is_messages(appended):

@@ -148,7 +148,8 @@ class EpisodeRunner:
                 elif budget < NO_BUDGET and time.perf_counter() - last_active_at > self.reply_wait_s:
                     break
                 self._decode_step()
-        self.engine.sync()  # ranks that share the model's layers join each other's passes until all ranks are done
+        # Ranks that share the model's layers join each other's passes until all ranks are done.
+        self.engine.sync_ranks()
 
     @contextmanager
     def step_scope(self) -> Iterator[None]:

@@ -72,18 +72,18 @@ class Groups:
 class Selection:
     """The groups selected for a step. All fields except `groups.rewarded_rollouts` are the same on every rank.
 
-    num_missing: number of groups still to collect (zero-variance groups do not count); negative if there is a surplus.
-    num_zero_variance_groups: number of groups whose first reward has zero variance; 0 if such groups are not replaced.
-    finished_prompts: ordinals of the prompts whose groups were selected or dropped.
+    num_missing_groups: number of groups still to collect (zero-variance groups do not count); negative if there is a
+    surplus. num_zero_variance_groups: number of groups whose first reward has zero variance; 0 if such groups are not
+    replaced. finished_prompts: ordinals of the prompts whose groups were selected or dropped.
     """
 
     groups: Groups
-    num_missing: int
+    num_missing_groups: int
     num_zero_variance_groups: int
     finished_prompts: frozenset[int]
 
 
-def select_step(
+def select_step_groups(
     rewarded: Iterable[RewardedRollout],
     num_groups: int,
     group_size: int,
@@ -126,7 +126,7 @@ def select_step(
     )
     return Selection(
         groups=groups,
-        num_missing=num_groups - int((~is_zero_variance).sum()),
+        num_missing_groups=num_groups - int((~is_zero_variance).sum()),
         num_zero_variance_groups=int(is_zero_variance.sum()),
         finished_prompts=finished_prompts,
     )

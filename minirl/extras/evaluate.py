@@ -30,7 +30,7 @@ from minirl.episodes.episode import one_turn
 from minirl.errors import InputError, refuse
 from minirl.files import durable
 from minirl.files.json_files import read_json_object
-from minirl.model.weights import load_replica
+from minirl.model.weights import load_unsharded_model
 from minirl.ranks import launch
 from minirl.ranks.process_group import gather_objects, print0, rank
 from minirl.report.logger import Logger
@@ -207,7 +207,7 @@ def evaluate(config: Config) -> str:
     setup.print_start()
     folder = setup.folder.path
     logger = Logger(folder, setup.args())
-    policy = load_replica(setup.model_folder, dtype=setup.dtype).to(setup.device)
+    policy = load_unsharded_model(setup.model_folder, dtype=setup.dtype).to(setup.device)
     evaluator = setup.make_collector(policy, one_turn).evaluator(setup.held_out)
     truncation = Truncation(config.top_k, config.top_p)
     own = setup.evaluate(evaluator, truncation=truncation)

@@ -6,7 +6,7 @@ run, wait or stay parked between turns, and how requests share the cache. This f
 The engine handles token ids only, never text; a `StopTest` detects a turn's stop strings. Each rank decodes
 independently, and nothing in the engine is collective unless ranks share the model's layers (`model.shards`). Ranks
 that share layers start each forward pass together (`_forward`), and a rank without tokens joins the other ranks'
-forward passes (`_help_other_ranks`). A rollout depends only on its request and the weights, not on other requests in
+forward passes (`_run_dummy_pass`). A rollout depends only on its request and the weights, not on other requests in
 the batch. A generation phase ends when no request is left and the cache is empty, so new weights never read old keys
 and values. At the end of a phase, the engine frees the cache memory and the CUDA graphs unless `keeps_cache` is set.
 
@@ -171,7 +171,7 @@ class Engine:
         Return the finished sequences. Collective among ranks that share the model's layers.
         """
         if not self.has_unfinished_requests:
-            self._help_other_ranks()
+            self._run_dummy_pass()
             return []
         table = self._table
         with spent_on("prefill"):
@@ -215,12 +215,12 @@ class Engine:
             finished |= {sequence.rollout_id: sequence for sequence in self.step()}
         return [finished[request.rollout_id] for request in requests]
 
-    def sync(self) -> None:
+    def sync_ranks(self) -> None:
         """Take part in forward passes until all ranks that share the model's layers are done.
 
         Collective among these ranks.
         """
-        while not self._help_other_ranks(is_done=True):
+        while not self._run_dummy_pass(is_done=True):
             pass
 
     def take_stats(self) -> EngineStats:
@@ -249,7 +249,7 @@ class Engine:
         return model(tokens, layout.positions, layout)
 
     @torch.inference_mode()
-    def _help_other_ranks(self, *, is_done: bool = False) -> bool:
+    def _run_dummy_pass(self, *, is_done: bool = False) -> bool:
         """Join a forward pass with no tokens of its own, because the ranks that share the model's layers need this
         rank.
 

@@ -87,7 +87,7 @@ class KVCache:
     @property
     def prefill_chunk_size(self) -> int:
         """Chunk size for appended tokens: a step computes a sequence's tokens up to the next multiple of this size."""
-        recurrent_states = self.pool.states
+        recurrent_states = self.pool.recurrent_states
         return self.block_size if recurrent_states is None else recurrent_states.chunk_size
 
     def release_memory(self) -> None:
@@ -111,7 +111,7 @@ class KVCache:
             for pool in (self.pool.keys, self.pool.values):
                 pool[:, copied_blocks] = pool[:, blocks[-1], None].clone()
         if fork_rows and self.has_states:
-            self.pool.states.fork(parent, fork_rows)
+            self.pool.recurrent_states.fork(parent, fork_rows)
         return fork_rows
 
     def prefill_layout(self, rows: Sequence[int]) -> PackedLayout:
@@ -132,7 +132,7 @@ class KVCache:
         positions [B]: position of each token. The last block of the token's sequence must have space for the token.
         """
         if self.has_states:
-            self.pool.states.begin_step(rows, positions)
+            self.pool.recurrent_states.begin_step(rows, positions)
         return [positions, self.blocks.blocks_at(rows, positions), rows, self.blocks.block_tables(rows)]
 
     def decode_layout(
@@ -165,14 +165,14 @@ class PortableMetadataBuilder:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype):
         self._windows = set(config.attention_windows.values())
-        groups = config.num_attention_heads // config.num_key_value_heads
+        num_queries_per_kv = config.num_attention_heads // config.num_key_value_heads
         num_queries = min_invariant_queries(config.head_dim, dtype) or 1
         self._index = functools.partial(
             build_decode_index,
             num_kv_heads=config.num_key_value_heads,
-            groups=groups,
+            num_queries_per_kv=num_queries_per_kv,
             # Minimum number of slots per block and KV head (see `DecodeIndex`).
-            min_users=ceil_div(num_queries, groups),
+            min_users=ceil_div(num_queries, num_queries_per_kv),
         )
         # The block tables for which the indices were built; entries past each token's block are -1.
         self._tables = np.zeros((0, 0), np.int32)
@@ -192,6 +192,6 @@ class PortableMetadataBuilder:
             }
         # All heads share the mask.
         return {
-            window: (index, additive_causal_mask(index.keys, positions[:, None], window)[:, None])
+            window: (index, additive_causal_mask(index.key_positions, positions[:, None], window)[:, None])
             for window, index in self._indices.items()
         }

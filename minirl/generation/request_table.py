@@ -227,9 +227,9 @@ class RequestTable:
     def assign_rows(self, group: PrefixGroup, requests: Sequence[Request]) -> list[int]:
         """Assign rows to a group's admitted requests after the prefill of the group's prefix; return the rows."""
         assert group.row is not None
-        takes_prefix_row = not group.requests
-        rows = self.cache.fork(group.row, len(requests) - takes_prefix_row)
-        if takes_prefix_row:
+        reuses_prefix_row = not group.requests
+        rows = self.cache.fork(group.row, len(requests) - reuses_prefix_row)
+        if reuses_prefix_row:
             rows.append(group.row)
         for row, request in zip(rows, requests, strict=True):
             self.columns.put_request(row, request)

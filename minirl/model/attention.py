@@ -90,13 +90,13 @@ class CachePool(NamedTuple):
 
     keys [layers, S, K, C, BLOCK], values [layers, S, K, BLOCK, C]: with these shapes, matmuls need no transpose.
     layers: views of each layer's keys and values, keyed by layer index.
-    states: per-row states of the layers without attention, or None if the model has no such layers.
+    recurrent_states: per-row states of the layers without attention, or None if the model has no such layers.
     """
 
     keys: Tensor
     values: Tensor
     layers: Mapping[int, tuple[Tensor, Tensor]]
-    states: Any
+    recurrent_states: Any
 
 
 class PagedMetadata(NamedTuple):
@@ -146,14 +146,15 @@ class _Memo:
 
 
 class Sequence(NamedTuple):
-    """One of several packed sequences. The first `num_shared` tokens are shared with the sequence at index `parent`.
+    """One of several packed sequences. The first `num_shared_tokens` tokens are shared with the sequence at index
+    `parent`.
 
     The parent comes earlier in the batch and may itself have a parent. A sequence without a parent shares no tokens.
     """
 
     length: int
     parent: int | None = None
-    num_shared: int = 0
+    num_shared_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ class PackedLayout(_Memo):
 
     The packed batch has T tokens, the sum of the lengths. The model processes only T' <= T tokens (the computed
     tokens), because tokens shared with a parent are processed once, as part of the parent. For example, with the
-    sequences `Sequence(3)` and `Sequence(5, parent=0, num_shared=2)`, T is 8 and T' is 6:
+    sequences `Sequence(3)` and `Sequence(5, parent=0, num_shared_tokens=2)`, T is 8 and T' is 6:
 
         packed tokens     a  b  c  a  b  d  e  f
         hidden_index      0  1  2  0  1  3  4  5     index of each packed token in the T' hidden states
@@ -182,14 +183,14 @@ class PackedLayout(_Memo):
         return np.array([sequence.length for sequence in self.sequences], np.int64)
 
     @functools.cached_property
-    def num_shared(self) -> np.ndarray:
+    def num_shared_tokens(self) -> np.ndarray:
         """Number of tokens that each sequence shares with its parent, int64 [N]."""
-        return np.array([sequence.num_shared for sequence in self.sequences], np.int64)
+        return np.array([sequence.num_shared_tokens for sequence in self.sequences], np.int64)
 
     @property
     def query_lengths(self) -> np.ndarray:
         """Number of tokens that each sequence does not share with its parent, int64 [N]."""
-        return self.lengths - self.num_shared
+        return self.lengths - self.num_shared_tokens
 
     @functools.cached_property
     def cu_seqlens(self) -> Tensor:
@@ -206,11 +207,11 @@ class PackedLayout(_Memo):
         """For each sequence, the indices of its tokens in the model's hidden states, int64 [length], on the host."""
         rows: list[np.ndarray] = []
         num_hidden_states = 0
-        for length, parent, num_shared in self.sequences:
-            end = num_hidden_states + length - num_shared
+        for length, parent, num_shared_tokens in self.sequences:
+            end = num_hidden_states + length - num_shared_tokens
             sequence_rows = np.arange(num_hidden_states, end)
             if parent is not None:
-                sequence_rows = np.concatenate([rows[parent][:num_shared], sequence_rows])
+                sequence_rows = np.concatenate([rows[parent][:num_shared_tokens], sequence_rows])
             rows.append(sequence_rows)
             num_hidden_states = end
         return rows
@@ -229,7 +230,7 @@ class PackedLayout(_Memo):
     @functools.cached_property
     def positions(self) -> Tensor:
         """Position of each computed token in its sequence, int64 [T']."""
-        return to_device(concatenated_ranges(self.num_shared, self.query_lengths), self.device)
+        return to_device(concatenated_ranges(self.num_shared_tokens, self.query_lengths), self.device)
 
     def _cumulative_lengths(self, lengths: np.ndarray) -> Tensor:
         return to_device(np.append(0, lengths.cumsum()).astype(np.int32), self.device)
@@ -286,7 +287,7 @@ def _attend_varlen(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None, kernel: str
 ) -> Tensor:
     """Compute packed attention with flash-attn's or torch's varlen kernel."""
-    if layout.num_shared.any():
+    if layout.num_shared_tokens.any():
         # Copy shared keys and values to each sequence. A sequence then has fewer queries than keys, and the kernels
         # align the queries with the last keys. This alignment is correct, because the shared tokens come first.
         k = k.index_select(0, layout.hidden_index)
@@ -303,9 +304,9 @@ def _attend_varlen(
         if supports_gqa(attend_sequences):
             kernel_options["enable_gqa"] = True
         else:
-            groups = q.shape[1] // k.shape[1]
-            k = k.repeat_interleave(groups, 1)
-            v = v.repeat_interleave(groups, 1)
+            num_queries_per_kv = q.shape[1] // k.shape[1]
+            k = k.repeat_interleave(num_queries_per_kv, 1)
+            v = v.repeat_interleave(num_queries_per_kv, 1)
     max_lengths = int(layout.query_lengths.max()), int(layout.lengths.max())
     return attend_sequences(q, k, v, layout.cu_seqlens_q, layout.cu_seqlens, *max_lengths, **kernel_options)
 

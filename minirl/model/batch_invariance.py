@@ -193,7 +193,7 @@ def _batch_invariant_matmul(
     return out[:num_rows, :num_columns].contiguous()
 
 
-def activate(x: Tensor, function: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
+def apply_activation(x: Tensor, function: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
     """Apply an elementwise function to x [T, width]. Padding lets the vectorized kernel compute every element."""
     width = x.shape[1]
     num_padding = -width % VECTOR_WIDTH
@@ -250,7 +250,7 @@ def matmul_form(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool 
         return INEXACT
     num_columns = max(MIN_COLUMNS, min(num_out, MAX_PROBED_WEIGHT // num_in))
     num_distinct_rows = PROBE_PERIOD if num_in >= 8 else PROBE_PERIOD_SHORT_SUMS
-    (x,), (weight,) = cancelling_operands(1, num_distinct_rows, num_in, num_columns, dtype)
+    (x,), (weight,) = make_cancelling_operands(1, num_distinct_rows, num_in, num_columns, dtype)
     product = _head_matmul if is_head else F.linear
     row_counts = [
         num_rows
@@ -260,12 +260,12 @@ def matmul_form(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool 
     num_repeats = -(-row_counts[-1] // num_distinct_rows)
     repeated_x = x.repeat(num_repeats, 1)
     # For small row counts, test several slices, so that the slices cover every distinct row.
-    slices = [slice(i, i + n) for n in row_counts for i in range(0, max(1, num_distinct_rows - n + 1), n)]
+    row_slices = [slice(i, i + n) for n in row_counts for i in range(0, max(1, num_distinct_rows - n + 1), n)]
     for form in FORMS:
         expected = _batch_invariant_matmul(product, x, weight, form).repeat(num_repeats, 1)
         if all(
             torch.equal(_batch_invariant_matmul(product, repeated_x[part], weight, form), expected[part])
-            for part in slices
+            for part in row_slices
         ):
             return form
     return INEXACT
@@ -274,7 +274,7 @@ def matmul_form(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool 
 def _column_shards_match(num_in: int, num_out: int, dtype: torch.dtype, num_parts: int) -> bool:
     """Return whether columns computed in parts, as in `shards`, are bitwise identical to the full matmul's columns."""
     num_columns = min(num_out, MAX_PROBED_WEIGHT // num_in)
-    (x,), (weight,) = cancelling_operands(1, 128, num_in, num_columns, dtype)
+    (x,), (weight,) = make_cancelling_operands(1, 128, num_in, num_columns, dtype)
     x, weight = x.to(dtype), weight.to(dtype)
     weight_shards = weight.split(-(-num_columns // num_parts))
     return all(
@@ -310,7 +310,7 @@ def is_batch_invariant(
     return True
 
 
-def cancelling_operands(
+def make_cancelling_operands(
     n: int, num_rows: int, num_in: int, num_out: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return random x [n, num_rows, num_in] and y [n, num_out, num_in] for which x @ y.T is 0 up to rounding.

@@ -28,7 +28,7 @@ class VisionModel(NamedTuple):
     """A vision-language model. minirl loads only the text model."""
 
     # The model_type of text_config.
-    text_type: str
+    text_model_type: str
     # The name prefix of the decoder's tensors.
     prefix: str
 
@@ -192,8 +192,8 @@ def _text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if vision_model is None:
         return raw
     text_config = raw.get("text_config")
-    if not isinstance(text_config, dict) or text_config.get("model_type") != vision_model.text_type:
-        raise InputError(f"config.json: text_config must have model_type {vision_model.text_type!r}")
+    if not isinstance(text_config, dict) or text_config.get("model_type") != vision_model.text_model_type:
+        raise InputError(f"config.json: text_config must have model_type {vision_model.text_model_type!r}")
     tie_word_embeddings = transformers_config(text_config).tie_word_embeddings
     refuse(
         raw.get("tie_word_embeddings", tie_word_embeddings) != tie_word_embeddings,

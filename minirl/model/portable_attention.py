@@ -51,8 +51,8 @@ def min_invariant_queries(head_dim: int, dtype: torch.dtype) -> int | None:
     laid out as in `decode` and `attend_packed`. Return None if 16 rows are too few.
     """
     max_probed_rows = PROBED_ROWS[-1]
-    q, k = batch_invariance.cancelling_operands(4, max_probed_rows, head_dim, 2 * BLOCK, dtype)
-    probs, v = batch_invariance.cancelling_operands(4, max_probed_rows, BLOCK, head_dim, dtype)
+    q, k = batch_invariance.make_cancelling_operands(4, max_probed_rows, head_dim, 2 * BLOCK, dtype)
+    probs, v = batch_invariance.make_cancelling_operands(4, max_probed_rows, BLOCK, head_dim, dtype)
     # Probabilities and values span two key blocks, but only the second block takes part in the matmul.
     probs = F.pad(probs, (BLOCK, 0))
     v = F.pad(v.transpose(1, 2), (0, 0, BLOCK, 0))
@@ -123,7 +123,7 @@ class PackedIndex(NamedTuple):
 class _QuerySpan(NamedTuple):
     """One query block of a sequence. Positions are relative to the start of the sequence."""
 
-    stream_start: int  # index of the sequence's first token among the packed tokens
+    sequence_start: int  # index of the sequence's first token among the packed tokens
     first_query: int  # position of the first query
     end: int  # position after the last query; the last query's token is the newest visible key
     first_key: int  # start position of the oldest key block that the first query attends to
@@ -154,7 +154,7 @@ def build_packed_index(
     query_blocks: list[_QueryBlocks] = []
     for (num_key_blocks, num_queries), spans in _query_spans(sequences, window).items():
         # Each of these four tensors is [n, 1]: one number per query block.
-        stream_start, first_query, end, first_key = torch.tensor(spans).T.unsqueeze(2)
+        sequence_start, first_query, end, first_key = torch.tensor(spans).T.unsqueeze(2)
         query = first_query + torch.arange(num_queries)  # [n, R]
         # Beyond the end of a sequence, repeat the last query, because the softmax of a query without keys would be NaN.
         query = query.minimum(end - 1)
@@ -165,8 +165,8 @@ def build_packed_index(
         # keys are still multiplied.
         key_positions = key_positions.where(key_positions < end, 0)
 
-        query_hidden_index = hidden_index[stream_start + query]
-        key_hidden_index = hidden_index[stream_start + key_positions]
+        query_hidden_index = hidden_index[sequence_start + query]
+        key_hidden_index = hidden_index[sequence_start + key_positions]
         block_batch = _QueryBlocks(
             queries=_kv_head_rows(query_hidden_index, num_kv_heads).to(device),
             keys=_kv_head_rows(key_hidden_index, num_kv_heads).to(device),
@@ -185,9 +185,9 @@ def _query_spans(
     """Split sequences into query blocks, grouped by shape: the number of key blocks and the number of queries R."""
     spans: dict[tuple[int, int], list[_QuerySpan]] = {}
     max_queries = QUERY_BLOCK_SIZES[-1]
-    stream_start = 0
-    for length, _, num_shared in sequences:
-        for first_query in range(num_shared, length, max_queries):
+    sequence_start = 0
+    for length, _, num_shared_tokens in sequences:
+        for first_query in range(num_shared_tokens, length, max_queries):
             end = min(first_query + max_queries, length)
             num_queries = next(size for size in QUERY_BLOCK_SIZES if size >= end - first_query)
             first_key = 0
@@ -195,9 +195,9 @@ def _query_spans(
                 oldest_key = max(0, first_query - window + 1)
                 first_key = oldest_key // BLOCK * BLOCK
             num_key_blocks = -(-(end - first_key) // BLOCK)  # rounded up
-            span = _QuerySpan(stream_start, first_query, end, first_key)
+            span = _QuerySpan(sequence_start, first_query, end, first_key)
             spans.setdefault((num_key_blocks, num_queries), []).append(span)
-        stream_start += length
+        sequence_start += length
     return spans
 
 
@@ -236,24 +236,24 @@ def attend_packed(
     """Compute causal attention of q [T', H, C] over k and v [T', K, C] -> [T', H, C]."""
     q_shape = q.shape
     num_kv_heads, dim = k.shape[1:]
-    groups = q_shape[1] // num_kv_heads
-    q = q.reshape(-1, groups * dim)
+    num_queries_per_kv = q_shape[1] // num_kv_heads
+    q = q.reshape(-1, num_queries_per_kv * dim)
     k = k.reshape(-1, dim)
     v = v.reshape(-1, dim)
     outputs = []
     for blocks in index.query_blocks:
         n, _, num_queries, _, num_keys = blocks.mask.shape
-        num_rows = num_queries * groups
+        num_rows = num_queries * num_queries_per_kv
         block_q = q.index_select(0, blocks.queries).view(-1, num_rows, dim)
         block_k = k.index_select(0, blocks.keys).view(-1, num_keys, dim)
         block_v = v.index_select(0, blocks.keys).view(-1, num_keys, dim)
         scores = batch_invariance.bmm(block_q, block_k.transpose(1, 2))
-        scores = scores.view(n, num_kv_heads, num_queries, groups, num_keys)
+        scores = scores.view(n, num_kv_heads, num_queries, num_queries_per_kv, num_keys)
         probs = _softmax(scores, blocks.mask, dim).view(-1, num_rows, num_keys)
         # One matmul per key block.
         partial_outputs = map(batch_invariance.bmm, probs.split(BLOCK, 2), block_v.split(BLOCK, 1))
         block_out = _sum_in_order(partial_outputs).to(q.dtype)
-        outputs.append(block_out.view(-1, groups * dim))
+        outputs.append(block_out.view(-1, num_queries_per_kv * dim))
     return torch.cat(outputs).index_select(0, index.output_index).view(q_shape)
 
 
@@ -262,7 +262,7 @@ class DecodeIndex(NamedTuple):
 
     A request has up to n entries: the blocks in its block table, starting with the block of the oldest key that a token
     in the last block can attend to.
-    keys int64 [B, n x BLOCK]: the position of each entry's keys in the request's sequence.
+    key_positions int64 [B, n x BLOCK]: the position of each entry's keys in the request's sequence.
     is_unused_entry bool [B, 1, n, 1]: entries beyond a request's last block, whose results are set to 0.
 
     The portable kernel multiplies each block once, for all of the block's users (the requests that read the block).
@@ -278,10 +278,10 @@ class DecodeIndex(NamedTuple):
 
     Slots are ordered by block, then KV head, then user. The kernel gathers rows with these int64 indices:
 
-    query [slots x g]: the query heads of each slot, as rows of q [B x H, C].
-    score [B x H x n]: for each query head and entry, the row of the scores in the key products [slots x g, BLOCK],
+    query_rows [slots x g]: the query heads of each slot, as rows of q [B x H, C].
+    score_rows [B x H x n]: for each query head and entry, the row of the scores in the key products [slots x g, BLOCK],
         which is also the row of the results in the value products [slots x g, C].
-    prob [slots x g]: the inverse of `score`, as rows of the probabilities [B x H x n, BLOCK].
+    prob_rows [slots x g]: the inverse of `score_rows`, as rows of the probabilities [B x H x n, BLOCK].
 
     Empty slots read row 0, and their results are never read.
 
@@ -295,15 +295,15 @@ class DecodeIndex(NamedTuple):
         query          0, 0      0, 1       4, 5       2, 3       0, 1       2, 3
 
     Request 1 reads block 0 in slot 5 and block 3 in slot 3. Query heads 0 and 1 of a slot are rows 2 x slot and 2 x
-    slot + 1 of the products, so `score` is [10, 6] for head 0 of request 1 and [11, 7] for head 1.
+    slot + 1 of the products, so `score_rows` is [10, 6] for head 0 of request 1 and [11, 7] for head 1.
     """
 
     block_sets: Sequence[_BlockSet]
-    keys: Tensor
+    key_positions: Tensor
     is_unused_entry: Tensor
-    query: Tensor
-    score: Tensor
-    prob: Tensor
+    query_rows: Tensor
+    score_rows: Tensor
+    prob_rows: Tensor
 
 
 def build_decode_index(
@@ -311,13 +311,13 @@ def build_decode_index(
     *,
     window: int | None,
     num_kv_heads: int,
-    groups: int,
+    num_queries_per_kv: int,
     min_users: int,
 ) -> DecodeIndex:
     """Build the index for one decode step from the requests' block tables, on the CPU.
 
     tables int32 [B, columns]: block tables; entries past the block of a request's newest token are -1.
-    groups: number of query heads per KV head.
+    num_queries_per_kv: number of query heads per KV head.
     min_users: number of slots per live block and KV head. Matmuls with fewer queries could round differently (see
     `min_invariant_queries`).
     """
@@ -334,7 +334,7 @@ def build_decode_index(
     request, entry_column = is_used.nonzero()
     entry_blocks = tables[request, first_attended_block[request] + entry_column]
 
-    block_sets, slot = _assign_slots(entry_blocks, num_kv_heads, groups, min_users)
+    block_sets, slot = _assign_slots(entry_blocks, num_kv_heads, num_queries_per_kv, min_users)
 
     # Entries past a request's last block point to that last block again. Another request's block could contain NaN, and
     # NaN plus the -inf of the mask is NaN.
@@ -342,8 +342,8 @@ def build_decode_index(
     clamped_column = np.minimum(relative_block_index, num_attended_blocks[:, None] - 1)
     entry_index = request_starts[:, None] + clamped_column  # [B, n]
     # A slot holds g rows of the products, one per query head that shares the KV head.
-    first_row = slot[entry_index].transpose(0, 2, 1) * groups  # [B, K, n]
-    score = first_row[:, :, None] + np.arange(groups)[:, None]  # [B, K, g, n]
+    first_row = slot[entry_index].transpose(0, 2, 1) * num_queries_per_kv  # [B, K, n]
+    score = first_row[:, :, None] + np.arange(num_queries_per_kv)[:, None]  # [B, K, g, n]
     is_used_score = np.broadcast_to(is_used[:, None, None], score.shape)
     prob = np.zeros(block_sets[-1][1].stop, np.int64)
     prob[score[is_used_score]] = is_used_score.ravel().nonzero()[0]
@@ -351,18 +351,18 @@ def build_decode_index(
     keys = first_key + np.arange(len(relative_block_index) * BLOCK)
     return DecodeIndex(
         block_sets=block_sets,
-        keys=torch.from_numpy(keys),
+        key_positions=torch.from_numpy(keys),
         is_unused_entry=torch.from_numpy(~is_used)[:, None, :, None],
-        query=torch.from_numpy(prob // len(relative_block_index)),
-        score=torch.from_numpy(score.ravel()),
-        prob=torch.from_numpy(prob),
+        query_rows=torch.from_numpy(prob // len(relative_block_index)),
+        score_rows=torch.from_numpy(score.ravel()),
+        prob_rows=torch.from_numpy(prob),
     )
 
 
 def _assign_slots(
     block: np.ndarray,
     num_kv_heads: int,
-    groups: int,
+    num_queries_per_kv: int,
     min_users: int,
 ) -> tuple[list[_BlockSet], np.ndarray]:
     """Return the block sets of a decode step, and each entry's slot for each KV head, int64 [E, K].
@@ -384,7 +384,7 @@ def _assign_slots(
     # A block with at most `min_users` users keeps its slots among the live blocks.
     slot = (live_block_index[:, None] * num_kv_heads + head) * min_users
     num_live_slots = len(live_block_ids) * num_kv_heads * min_users
-    block_sets: list[_BlockSet] = [(live_blocks, slice(0, num_live_slots * groups))]
+    block_sets: list[_BlockSet] = [(live_blocks, slice(0, num_live_slots * num_queries_per_kv))]
     max_users = int(users_per_block.max())
     if max_users > min_users:
         shared_block_index = (users_per_block > min_users).nonzero()[0]
@@ -395,15 +395,15 @@ def _assign_slots(
         block_sets.append(
             (
                 torch.from_numpy(live_block_ids[shared_block_index]),
-                slice(num_live_slots * groups, end * groups),
+                slice(num_live_slots * num_queries_per_kv, end * num_queries_per_kv),
             )
         )
     if max_users > 1:
         # Number the users of each block 0, 1, ... in the order of the entries: sort the entries by block, and subtract
         # the number of entries for lower blocks from each entry's index.
         entries_by_block = live_block_index.argsort(kind="stable")
-        num_lower_block_entries = users_per_block.cumsum() - users_per_block
-        user_index = np.arange(len(entries_by_block)) - num_lower_block_entries.repeat(users_per_block)
+        num_preceding_entries = users_per_block.cumsum() - users_per_block
+        user_index = np.arange(len(entries_by_block)) - num_preceding_entries.repeat(users_per_block)
         slot[entries_by_block] += user_index[:, None]
     return block_sets, slot
 
@@ -424,13 +424,13 @@ def decode(
     num_requests, num_heads, dim = q.shape
     # Gather request rows into slots, multiply, and gather the results back, first for keys, then for values (see
     # `DecodeIndex`).
-    q_per_block = q.reshape(-1, dim).index_select(0, index.query)
+    q_per_block = q.reshape(-1, dim).index_select(0, index.query_rows)
     scores_per_block = _multiply_blocks(q_per_block, keys, index.block_sets)
-    scores = scores_per_block.index_select(0, index.score).view(num_requests, num_heads, -1)
+    scores = scores_per_block.index_select(0, index.score_rows).view(num_requests, num_heads, -1)
     probs = _softmax(scores, mask, dim)
-    probs_per_block = probs.view(-1, BLOCK).index_select(0, index.prob)
+    probs_per_block = probs.view(-1, BLOCK).index_select(0, index.prob_rows)
     out_per_block = _multiply_blocks(probs_per_block, values, index.block_sets)
-    out = out_per_block.index_select(0, index.score).view(num_requests, num_heads, -1, dim)
+    out = out_per_block.index_select(0, index.score_rows).view(num_requests, num_heads, -1, dim)
     if out.shape[2] > 1:
         # Unused entries repeat the last block's result, which must be counted only once.
         out = out.masked_fill_(index.is_unused_entry, 0)

@@ -1,7 +1,7 @@
 """Linear layers sharded by rows across ranks, as in FSDP. Decoding never gathers the full weights.
 
 Each rank decodes its own requests with its own cache, but the ranks run the layers together. Before each forward, the
-ranks begin a pass (`ShardGroup.begin_forward_pass`). In a pass, a `SharedLinear` sends its rank's tokens to all ranks;
+ranks begin a pass (`ShardGroup.begin_forward_pass`). In a pass, a `ShardedLinear` sends its rank's tokens to all ranks;
 each rank multiplies all ranks' tokens by its own rows of the weight, and returns the output columns to the tokens'
 ranks. No sum is split, so the outputs match those of unsharded layers bitwise. This module has no backward.
 
@@ -91,7 +91,7 @@ class ShardGroup:
         return received.view(rows.dtype)
 
 
-class SharedLinear(Linear):
+class ShardedLinear(Linear):
     """A linear layer whose rows are sharded across ranks. The forward is collective.
 
     Every rank has the same number of weight rows, rounded up. The last ranks' shards are padded with zero rows, and the
@@ -116,11 +116,11 @@ class SharedLinear(Linear):
         return output.unflatten(0, x.shape[:-1])
 
 
-def share_layers(layers: nn.Module, adapters: Adapters | None) -> ShardGroup:
-    """Replace each linear layer with a `SharedLinear`; return the shard group. Not collective."""
+def shard_layers(layers: nn.Module, adapters: Adapters | None) -> ShardGroup:
+    """Replace each linear layer with a `ShardedLinear`; return the shard group. Not collective."""
     shard_group = ShardGroup()
     for module in list(layers.modules()):
         for name, child in module.named_children():
             if isinstance(child, Linear):
-                setattr(module, name, SharedLinear(child, shard_group, adapters))
+                setattr(module, name, ShardedLinear(child, shard_group, adapters))
     return shard_group

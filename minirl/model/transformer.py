@@ -64,7 +64,7 @@ class Attention(nn.Module):
         window = self.config.layer_windows[self.layer]
         out = attend(q, k, v, layout, layer=self.layer, window=window).flatten(1)
         if self.config.attention_gate:
-            out = out * batch_invariance.activate(gate, torch.sigmoid)
+            out = out * batch_invariance.apply_activation(gate, torch.sigmoid)
         return self.o_proj(out)
 
     def _normalize_heads(self, x: Tensor, norm: RMSNorm) -> Tensor:
@@ -85,7 +85,9 @@ class MLP(nn.Module):
         super().__init__()
         hidden_size = config.hidden_size
         intermediate_size = config.intermediate_size
-        self.activate = functools.partial(batch_invariance.activate, function=ACTIVATIONS[config.activation])
+        self.activate = functools.partial(
+            batch_invariance.apply_activation, function=ACTIVATIONS[config.activation]
+        )
         self.gate_proj = Linear(hidden_size, intermediate_size, config.mlp_bias)
         self.up_proj = Linear(hidden_size, intermediate_size, config.mlp_bias)
         self.down_proj = Linear(intermediate_size, hidden_size, config.mlp_bias)
@@ -149,7 +151,7 @@ class Transformer(nn.Module):
     """A causal language model with `lm_head`, or, with `config.scalar_head`, a value or reward model with `score`.
 
     recompute_layers: whether backward reruns each layer's forward instead of saving its activations.
-    shard_group: the ranks that share the linear layers (`shards.share_layers`), or None. With a shard group, each
+    shard_group: the ranks that share the linear layers (`shards.shard_layers`), or None. With a shard group, each
         forward is collective and needs a pass begun by `ShardGroup.begin_forward_pass`.
     min_rows: minimum number of rows that the layers compute, including padding. Layers without rows fail, because [0,
         heads x C] has no unique view as [0, heads, C].

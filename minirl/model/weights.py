@@ -109,7 +109,9 @@ def load_weights(model: Transformer, folder: Path) -> None:
         stored_names = list(checkpoint_tensors(config, {name: torch.empty(param.shape, device="meta")}))
         if stored_names[0] in files:
             error_prefix = f"{files[stored_names[0]]}: {stored_names[0]}"
-            value = adapters.merge(module_name, _read_stored(config, files, stored_names), error_prefix)
+            value = adapters.merge(
+                module_name, _read_stored_tensors(config, files, stored_names), error_prefix
+            )
         elif module_name in adapters.tensors:  # a module that PEFT saved in full
             error_prefix = f"{adapters.path}: {module_name}"
             value = adapters.tensors.pop(module_name)
@@ -124,7 +126,7 @@ def load_weights(model: Transformer, folder: Path) -> None:
     )
 
 
-def _read_stored(config: ModelConfig, files: Mapping[str, Path], stored_names: Sequence[str]) -> Any:
+def _read_stored_tensors(config: ModelConfig, files: Mapping[str, Path], stored_names: Sequence[str]) -> Any:
     """Return a parameter's stored value: a safetensors slice of a single tensor, or several tensors joined into one.
 
     Each slice has a separate file handle, because pages that were read stay in memory until the file is closed.
@@ -178,7 +180,9 @@ def check_shape(shape: Sequence[int], param: Tensor, error_prefix: str) -> None:
     )
 
 
-def load_replica(folder: Path, *, dtype: torch.dtype, scalar_head: bool | None = False) -> Transformer:
+def load_unsharded_model(
+    folder: Path, *, dtype: torch.dtype, scalar_head: bool | None = False
+) -> Transformer:
     """Load a frozen, unsharded model in `dtype` on the host. Neither loading nor the model's forward is collective.
 
     Reference models and, with a scalar head, reward models are loaded this way. scalar_head: see `read_config`.

@@ -109,7 +109,7 @@ def _merge_entries(entries: Iterable[Entry]) -> list[tuple[tuple[str, str], floa
     return [(key, *number_and_weight) for key, number_and_weight in merged.items()]
 
 
-def add_rollouts(
+def add_rollout_metrics(
     metrics: StepMetrics,
     rollouts: Sequence[Rollout],
     *,
@@ -139,7 +139,7 @@ def add_rollouts(
         metrics.add_values("reward/frac_equal_groups", have_zero_variance(grouped_rewards))
 
 
-def add_generation(metrics: StepMetrics, stats: EngineStats) -> None:
+def add_generation_metrics(metrics: StepMetrics, stats: EngineStats) -> None:
     """Add this rank's wasted decode tokens, decode occupancy, and counts of preempted and evicted requests."""
     metrics.add("perf/decode_waste", stats.wasted_tokens, stats.computed_tokens)
     metrics.add("perf/decode_occupancy", stats.decode_tokens, stats.decode_steps * stats.peak_running)
@@ -149,7 +149,7 @@ def add_generation(metrics: StepMetrics, stats: EngineStats) -> None:
         metrics.add_total("count/dropped", stats.evictions)
 
 
-def add_skipped_tokens(
+def add_skipped_token_metrics(
     metrics: StepMetrics, sequences: Iterable[SequenceInfo], skipped: Collection[SequenceInfo]
 ) -> None:
     """Add the fraction of the step's completion tokens that the update skips.
@@ -160,7 +160,7 @@ def add_skipped_tokens(
     metrics.add("perf/skipped_tokens", sum(sequence.num_loss_tokens for sequence in skipped), num_loss_tokens)
 
 
-def add_rewards(metrics: StepMetrics, functions: Collection[str], rewards: Tensor) -> None:
+def add_reward_metrics(metrics: StepMetrics, functions: Collection[str], rewards: Tensor) -> None:
     """Add the mean and std of the rewards from each of the K reward functions, as reward/NAME and reward/NAME/std.
 
     rewards: fp64 [P, G, K], the rewards of all groups. Every rank has the same rewards, so the metrics do not depend on
@@ -179,7 +179,7 @@ def _add_mean_and_std(metrics: StepMetrics, rewards: Tensor, mean: str, std: str
 
 
 @torch.no_grad()
-def add_tokens(
+def add_token_metrics(
     metrics: StepMetrics,
     micro: Batch,
     logprobs: Tensor,
@@ -202,17 +202,21 @@ def add_tokens(
         metrics.add_values("policy/kl_ref_k3", kl_penalty(logprobs, micro.ref_logprobs, "k3")[loss_index])
     if micro.teacher_logprobs is not None:
         metrics.add_values("teacher/kl_k1", kl_penalty(logprobs, micro.teacher_logprobs, "k1")[loss_index])
-    gap = (logprobs - micro.sample_logprobs)[loss_index].abs()
+    logprob_gap = (logprobs - micro.sample_logprobs)[loss_index].abs()
     is_current_version = micro.weight_version[loss_index] == weight_version
     num_current_tokens = is_current_version.sum()
     # Boolean-mask indexing would force a host-device synchronization.
-    metrics.add("policy/logp_gap_mean", gap.where(is_current_version, 0.0).double().sum(), num_current_tokens)
-    metrics.add_max("policy/logp_gap_max", gap.where(is_current_version, -math.inf), num_current_tokens)
-    metrics.add("policy/logp_equal_frac", (is_current_version & (gap == 0)).sum(), num_current_tokens)
+    metrics.add(
+        "policy/logp_gap_mean", logprob_gap.where(is_current_version, 0.0).double().sum(), num_current_tokens
+    )
+    metrics.add_max(
+        "policy/logp_gap_max", logprob_gap.where(is_current_version, -math.inf), num_current_tokens
+    )
+    metrics.add("policy/logp_equal_frac", (is_current_version & (logprob_gap == 0)).sum(), num_current_tokens)
 
 
 @torch.no_grad()
-def add_clip(
+def add_clip_metrics(
     metrics: StepMetrics,
     micro: Batch,
     ratio: Tensor,

@@ -151,12 +151,12 @@ class PromptGroup:
 class Reward(ABC):
     """One of the run's rewards. The subclass determines when and where the reward function is called.
 
-    signature: the function's signature. episode_reward: name of the reward that the function reads from episodes, if
-    any.
+    signature: the function's signature. episode_reward_name: name of the reward that the function reads from episodes,
+    if any.
     """
 
     signature: Signature
-    episode_reward: str | None = None
+    episode_reward_name: str | None = None
 
     @abstractmethod
     def submit(self, name: str, group: PromptGroup) -> Future[Any]:
@@ -232,14 +232,14 @@ class StepReward(Reward):
 class EpisodeReward(FunctionReward):
     """A reward that episodes record themselves; None where the reward does not apply."""
 
-    def __init__(self, episode_reward: str = "reward"):
-        """episode_reward: the name in `episode.reward(value, name)`; a returned number is named "reward"."""
+    def __init__(self, episode_reward_name: str = "reward"):
+        """episode_reward_name: the name in `episode.reward(value, name)`; a returned number is named "reward"."""
 
         def read_episode_rewards(rollouts: Sequence[Rollout]) -> list[float | None]:
-            return [rollout.episode.rewards.get(episode_reward) for rollout in rollouts]
+            return [rollout.episode.rewards.get(episode_reward_name) for rollout in rollouts]
 
         super().__init__(read_episode_rewards)
-        self.episode_reward = episode_reward
+        self.episode_reward_name = episode_reward_name
 
 
 # A bare function becomes a `FunctionReward`.

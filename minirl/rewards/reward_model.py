@@ -12,7 +12,7 @@ from minirl.data.messages import Messages
 from minirl.errors import RewardError, refuse
 from minirl.files.json_files import read_json_object
 from minirl.model.folders import model_file
-from minirl.model.weights import load_replica
+from minirl.model.weights import load_unsharded_model
 from minirl.ranks.time_account import spent_on
 from minirl.rewards.functions import StepReward
 from minirl.training.assignment import plan_microbatches
@@ -38,7 +38,7 @@ def load_reward_model(
     chat: whether to render text prompts with the chat template and `template_arguments`, as for the policy. Raises
     InputError if the model is not a sequence classifier with one label.
     """
-    model = load_replica(folder, dtype=dtype, scalar_head=True)
+    model = load_unsharded_model(folder, dtype=dtype, scalar_head=True)
     tokenizer = ChatTokenizer(folder, chat=chat, template_arguments=template_arguments)
     refuse(
         chat and tokenizer.backend.chat_template is None,
@@ -72,7 +72,7 @@ def load_reward_model(
         # Each rank scores its own completions, so the plan is for a single rank.
         (microbatches,) = plan_microbatches(sequence_infos, num_ranks=1, max_tokens=max_tokens)
         with spent_on("score"):
-            batch = scorer.add_streams(batch, microbatches)
+            batch = scorer.add_outputs(batch, microbatches)
         return batch.end_values[batch.last_token_index].float().tolist()
 
     return StepReward(reward_model)

@@ -36,7 +36,7 @@ class RewardQueue:
         }
         self._prompts = prompts
         self.episode_rewards = [
-            reward.episode_reward for reward in self._rewards.values() if reward.episode_reward
+            reward.episode_reward_name for reward in self._rewards.values() if reward.episode_reward_name
         ]
         self._in_flight: set[Future[Any]] = set()
         self.groups: dict[int, tuple[PromptGroup, list[Future[Any]]]] = {}

@@ -57,7 +57,7 @@ class Machine:
 class Workload(Machine):
     """Everything besides `Sizes` that determines a rank's memory use: models, lengths and hardware.
 
-    trained_models: the policy, then any value models; if shares_base, value models are adapters on the policy's
+    trained_models: the policy, then any value models; if shares_base_weights, value models are adapters on the policy's
     weights. frozen_models: the frozen models, keyed by name. max_sequence_tokens: length of the longest prompt plus its
     completion. step_tokens: maximum number of tokens that the rank trains on in a step. num_requests: maximum number of
     concurrent requests. offloads_optimizer: whether the optimizer lives in host memory, as offloaded frozen models do.
@@ -71,7 +71,7 @@ class Workload(Machine):
     step_tokens: int
     num_requests: int
     trains: bool = True
-    shares_base: bool = False
+    shares_base_weights: bool = False
     offloads_optimizer: bool = False
 
 
@@ -134,7 +134,7 @@ def num_parameters(model: ModelConfig, *, trained: bool = False) -> int:
 def compute_budget(work: Workload, sizes: Sizes) -> Budget:
     """Return a rank's memory budget with these sizes."""
     models_with_own_weights = work.trained_models
-    if work.shares_base and not sizes.shard_weights:
+    if work.shares_base_weights and not sizes.shard_weights:
         models_with_own_weights = models_with_own_weights[:1]
     always_bytes = {
         "weights": sum(_weight_bytes(work, model, sizes.shard_weights) for model in models_with_own_weights)
@@ -272,10 +272,10 @@ def choose_sizes(work: Workload, given: Mapping[str, Any]) -> Budget:
     if "cache_tokens" in given:
         return chosen_budget
     max_tokens = max(CACHE_TOKENS, work.num_requests * (work.max_sequence_tokens + PAGED_BLOCK))
-    token_bytes = chosen_budget.decoding_bytes["cache"] / work.max_sequence_tokens
+    bytes_per_token = chosen_budget.decoding_bytes["cache"] / work.max_sequence_tokens
     free_bytes = chosen_budget.available_bytes - sum(chosen_budget.decoding_bytes.values())
     in_turns, side_by_side = (
-        min(max_tokens, work.max_sequence_tokens + int(cache_bytes / token_bytes))
+        min(max_tokens, work.max_sequence_tokens + int(cache_bytes / bytes_per_token))
         for cache_bytes in (free_bytes, free_bytes - sum(chosen_budget.training_bytes.values()))
     )
     # Keeping the cache allocated between steps is worth giving up a third of its capacity.

@@ -26,12 +26,12 @@ def check_grpo(config: Any) -> None:
     group_baselines = ("mean", "leave_one_out")
     if config.group_size < 2:
         refuse(
-            config.dynamic_sampling or (config.is_rewarded and config.baseline in group_baselines),
+            config.dynamic_sampling or (config.trains_on_rewards and config.baseline in group_baselines),
             f"--group-size {config.group_size}: --baseline {config.baseline} or --dynamic-sampling needs at least 2",
         )
     if config.baseline not in group_baselines:
         refuse(
-            config.is_rewarded and config.advantage_norm in ("group_std", "batch_std"),
+            config.trains_on_rewards and config.advantage_norm in ("group_std", "batch_std"),
             f"--baseline {config.baseline}: needs --advantage-norm none or whiten; the std of equal rewards is 0",
         )
     if config.kl_reward_coef:
@@ -41,13 +41,13 @@ def check_grpo(config: Any) -> None:
             "--kl-reward-coef: --advantage-norm group_std would normalise the penalty away; use another norm, or "
             "--kl-coef",
         )
-    if config.teacher or (config.kl_reward_coef and config.has_token_penalty):
+    if config.teacher or (config.kl_reward_coef and config.has_token_kl_penalty):
         refuse(
             config.ratio_level != "token",
             f"--ratio-level {config.ratio_level}: cannot be combined with a term for each token (--teacher, or "
             "--kl-reward-coef with --baseline none); use --ratio-level token",
         )
-    if not config.is_rewarded:
+    if not config.trains_on_rewards:
         for name in ("dynamic_sampling", "kl_reward_coef"):
             refuse(
                 getattr(config, name),

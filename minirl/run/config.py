@@ -177,7 +177,7 @@ class RunConfig:
         return self.has_reference_model
 
     @property
-    def is_rewarded(self) -> bool:
+    def trains_on_rewards(self) -> bool:
         """Whether advantages depend on rewards; a script with another training signal overrides this property."""
         return True
 

@@ -95,7 +95,7 @@ def load_task(config: RunConfig, *, has_rewards: bool = False) -> Task:
     if name == "gsm8k":
         return load_gsm8k(data, eval_data)
     refuse(
-        config.is_rewarded and not (config.reward or config.reward_model or has_rewards),
+        config.trains_on_rewards and not (config.reward or config.reward_model or has_rewards),
         "--data needs --reward FILE.py:FUNCTION, --reward episode (if rollouts return rewards), --reward-model DIR or "
         "--task gsm8k",
     )

@@ -154,6 +154,6 @@ def workload(
         step_tokens=num_prompts * config.group_size * max_sequence_tokens,
         num_requests=max(num_requests, min(num_eval_requests, MAX_REQUESTS[machine.device_type])),
         trains=config.trains,
-        shares_base=value_models_share_base,
+        shares_base_weights=value_models_share_base,
         offloads_optimizer=config.offload_optimizer and machine.device_type == "cuda",
     )

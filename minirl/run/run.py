@@ -26,10 +26,10 @@ from minirl.ranks.time_account import spent_on
 from minirl.report.logger import Logger
 from minirl.report.metrics import (
     StepMetrics,
-    add_generation,
-    add_rewards,
-    add_rollouts,
-    add_skipped_tokens,
+    add_generation_metrics,
+    add_reward_metrics,
+    add_rollout_metrics,
+    add_skipped_token_metrics,
     with_derived_metrics,
 )
 from minirl.report.progress_bar import show_progress
@@ -38,7 +38,7 @@ from minirl.run.checkpoint import Checkpoints, Models
 from minirl.run.progress import Progress
 from minirl.run.setup import Setup
 from minirl.training.assignment import plan_microbatches
-from minirl.training.batch import Batch, Microbatch, SequenceInfo, exchange, gather_to_rollouts
+from minirl.training.batch import Batch, Microbatch, SequenceInfo, exchange_rollouts, gather_to_rollouts
 from minirl.training.frozen_models import FrozenModel
 from minirl.training.losses import minibatch_index, sequence_sums
 from minirl.training.scoring import score_batch
@@ -135,10 +135,10 @@ class Run:
         Returns this rank's batch, on the host, and the batch's microbatches, as one list per minibatch.
 
         is_skipped: bool [P, G], mask of rollouts to skip because their gradient is zero; if None, no rollouts are
-        skipped. One sequence from the skipped rollouts still runs through the model, so that `refuse_skipped_gradient`
+        skipped. One sequence from the skipped rollouts still runs through the model, so that `check_skipped_gradient`
         can check that its gradient is zero, and so that the gap between sampled and training logprobs can be measured
         at every step.
-        streams, batch_type: see `exchange`.
+        streams, batch_type: see `exchange_rollouts`.
         """
         sequences = groups.sequences
         skipped_sequences: list[SequenceInfo] = []
@@ -149,7 +149,7 @@ class Run:
             ]
             if skipped_sequences:
                 skipped_sequences.remove(random.Random(self.progress.step).choice(skipped_sequences))
-            add_skipped_tokens(metrics, sequences, skipped_sequences)
+            add_skipped_token_metrics(metrics, sequences, skipped_sequences)
         trained_sequences = sorted({*sequences}.difference(skipped_sequences))
         num_minibatches = self._config.minibatches_per_epoch
         minibatch = minibatch_index(len(groups.rollout_infos), num_minibatches).tolist()
@@ -161,7 +161,7 @@ class Run:
             )
             for number in range(num_minibatches)
         ]
-        batch = exchange(groups.rollouts, microbatch_plan, streams, batch_type)
+        batch = exchange_rollouts(groups.rollouts, microbatch_plan, streams, batch_type)
         return batch, [per_rank[rank()] for per_rank in microbatch_plan]
 
     def score(
@@ -185,7 +185,7 @@ class Run:
         batch = batch.to(self.device)
         microbatches = list(itertools.chain(*minibatches))
         for model in frozen:
-            batch = model.add_streams(batch, show_progress("score", microbatches))
+            batch = model.add_outputs(batch, show_progress("score", microbatches))
         return batch.to(torch.device("cpu"))
 
     @spent_on("eval")
@@ -234,9 +234,9 @@ class Run:
             progress.num_served = collector.in_flight.num_served
             progress.in_flight = collector.in_flight.ordinals
         if collector and groups is not None:
-            add_generation(metrics, collector.engine.take_stats())
-            add_rollouts(metrics, groups.rollouts, grouped_rewards=groups.weighted_rewards)
-            add_rewards(metrics, self._setup.reward_functions, groups.rewards)
+            add_generation_metrics(metrics, collector.engine.take_stats())
+            add_rollout_metrics(metrics, groups.rollouts, grouped_rewards=groups.weighted_rewards)
+            add_reward_metrics(metrics, self._setup.reward_functions, groups.rewards)
             metrics.add_total("count/sampled_tokens", collector.counts.pop("sampled_tokens", 0))
             if self._setup.tokenizer.tools:
                 for name in ("tool_results", "tool_errors"):

@@ -53,7 +53,7 @@ def lock_run_folder(name: str) -> Iterator[RunFolder]:
     lock = args_and_checkpoint = None
     if rank() == 0:
         lock = _take_lock(folder)
-        args_and_checkpoint = _previous_start(folder)
+        args_and_checkpoint = _read_previous_start(folder)
     args, checkpoint = broadcast_object(args_and_checkpoint)
     try:
         path = folder / "lock"
@@ -69,7 +69,7 @@ def lock_run_folder(name: str) -> Iterator[RunFolder]:
         raise
 
 
-def _previous_start(folder: Path) -> tuple[dict[str, Any], Path | None]:
+def _read_previous_start(folder: Path) -> tuple[dict[str, Any], Path | None]:
     """Delete partial checkpoints; return args.json's content and the newest checkpoint, or {} and None."""
     if os.listdir(folder) == ["lock"]:
         return {}, None

@@ -23,7 +23,7 @@ from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.folders import resolve_folder
 from minirl.model.transformer import Transformer, is_batch_invariant
-from minirl.model.weights import load_replica, truncate_vocabulary, weights_fingerprint
+from minirl.model.weights import load_unsharded_model, truncate_vocabulary, weights_fingerprint
 from minirl.ranks import launch, process_group
 from minirl.ranks.process_group import broadcast_object, gather_objects, print0, require_same, world_size
 from minirl.report.records import rollout_records
@@ -226,7 +226,7 @@ class Setup:
             )
             model = self.load_model(config, source, is_frozen=lambda name: True)
         else:
-            model = load_replica(source, dtype=self.dtype)
+            model = load_unsharded_model(source, dtype=self.dtype)
             truncate_vocabulary(model, self.model_config.vocab_size)
         return FrozenModel(model, outputs, names=names, device=self.device)
 

@@ -125,12 +125,12 @@ def gae(
     max_length = max(lengths.tolist(), default=0)
     # Go from the last token to the first, in all sequences at once.
     for steps_back in range(1, max_length + 1):
-        is_long_enough = lengths >= steps_back
-        token_index = (sequence_ends - steps_back)[is_long_enough]
-        delta = rewards[token_index] + gamma * next_value[is_long_enough] - values[token_index]
-        next_advantage[is_long_enough] = delta + gamma * gae_lambda * next_advantage[is_long_enough]
-        next_value[is_long_enough] = values[token_index]
-        advantages[token_index] = next_advantage[is_long_enough]
+        has_token = lengths >= steps_back
+        token_index = (sequence_ends - steps_back)[has_token]
+        delta = rewards[token_index] + gamma * next_value[has_token] - values[token_index]
+        next_advantage[has_token] = delta + gamma * gae_lambda * next_advantage[has_token]
+        next_value[has_token] = values[token_index]
+        advantages[token_index] = next_advantage[has_token]
     return advantages
 
 

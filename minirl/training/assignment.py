@@ -80,7 +80,7 @@ def plan_microbatches(
             micro for micro in rank.microbatches if micro.num_tokens_with(prompt_piece) <= max_tokens
         ]
         if not fitting_microbatches:
-            fitting_microbatches = [_Load()]
+            fitting_microbatches = [_RankLoad()]
             rank.microbatches += fitting_microbatches
         rank.add(prompt_piece)
         min(fitting_microbatches, key=lambda micro: prompt_piece.prompt_id not in micro.prompts).add(
@@ -118,7 +118,7 @@ def _make_piece(members: list[SequenceInfo]) -> _Piece:
 
 
 @dataclass
-class _Load:
+class _RankLoad:
     """The sequences assigned to a rank or to one of its microbatches. A shared prompt counts once."""
 
     members: list[SequenceInfo] = field(default_factory=list)
@@ -138,7 +138,7 @@ class _Load:
 
 
 @dataclass
-class _Rank(_Load):
+class _Rank(_RankLoad):
     """A rank's load, split into microbatches."""
 
-    microbatches: list[_Load] = field(default_factory=list)
+    microbatches: list[_RankLoad] = field(default_factory=list)

@@ -3,7 +3,7 @@
 Each branch of a `Rollout` is a `SampledSequence`: a prompt and its completion, both in host memory. Most rollouts have
 one branch. A `Batch` concatenates N sequences (T tokens in total) on the device, as per-token tensors of shape [T].
 Every rank knows every `RolloutInfo` of a step, and thus every `SequenceInfo`, and uses this metadata to plan updates
-and to build batches. Only `gather_rollout_infos`, `gather_to_rollouts` and `exchange` are collective.
+and to build batches. Only `gather_rollout_infos`, `gather_to_rollouts` and `exchange_rollouts` are collective.
 """
 
 import dataclasses
@@ -96,8 +96,8 @@ class Batch:
     """N concatenated sequences, T tokens in total.
 
     Every field except `sequences` is a per-token tensor [T], or None until it is computed. A subclass may add a
-    per-token field with one line: `exchange` builds the subclass, and `select`, `to` and `replace` handle all fields
-    alike. The model processes each prompt once for all of its rollouts in the batch.
+    per-token field with one line: `exchange_rollouts` builds the subclass, and `select`, `to` and `replace` handle all
+    fields alike. The model processes each prompt once for all of its rollouts in the batch.
     """
 
     sequences: tuple[SequenceInfo, ...]
@@ -197,7 +197,7 @@ class Batch:
         """The number of tokens that the policy sampled in each sequence, int64 [N] on the host."""
         return sequence_sums(self.loss_mask, self.lengths).long().cpu()
 
-    def scatter(self, values: Tensor) -> Tensor:
+    def scatter_to_tokens(self, values: Tensor) -> Tensor:
         """Return a per-token tensor [T, ...] with values [M, ...] at the sampled tokens, in order, and 0 elsewhere."""
         token_values = values.new_zeros(len(self.tokens), *values.shape[1:])
         token_values[self.loss_index] = values
@@ -246,7 +246,7 @@ def pack(branches: Sequence[SampledSequence], batch_type: type[Batch] = Batch) -
     return batch_type(sequences=tuple(map(make_sequence_info, branches)), **streams)
 
 
-def exchange(
+def exchange_rollouts(
     rollouts: Sequence[Rollout],
     plan: Sequence[Sequence[Sequence[Microbatch]]],
     streams: Mapping[str, Tensor] | None = None,

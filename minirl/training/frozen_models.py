@@ -65,7 +65,7 @@ class FrozenModel:
         self._device = device
 
     @torch.no_grad()
-    def add_streams(self, batch: Batch, microbatches: Iterable[Microbatch]) -> Batch:
+    def add_outputs(self, batch: Batch, microbatches: Iterable[Microbatch]) -> Batch:
         """Return the batch with this model's per-token tensors added.
 
         The tensors have values for the sequences in these microbatches, and NaN elsewhere. The batch must be on the

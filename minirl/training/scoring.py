@@ -46,7 +46,7 @@ def score_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     targets = batch.tokens[batch.loss_index]
     states, divisor = sampling_hidden_states(model, batch), token_logit_divisors(batch)
     logprobs, entropies = head_logprobs(states, model.head, targets, divisor)
-    return batch.scatter(logprobs), batch.scatter(entropies)
+    return batch.scatter_to_tokens(logprobs), batch.scatter_to_tokens(entropies)
 
 
 def score_teacher(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -70,12 +70,12 @@ def predict_values(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     hidden = _hidden_states_at(model, clamp_unknown_tokens(model, batch), torch.cat([before, last]))
     # Multiply and sum one state at a time, because a matmul with one column is not batch-invariant.
     upcast_dtype = at_least_fp32(hidden.dtype)
-    score_weight = model.score.weight.to(upcast_dtype)
-    head_outputs = (hidden.to(upcast_dtype) * score_weight).sum(-1)
+    value_head_weight = model.score.weight.to(upcast_dtype)
+    head_outputs = (hidden.to(upcast_dtype) * value_head_weight).sum(-1)
     values, scores = head_outputs.split([len(before), len(last)])
     end_values = values.new_zeros(len(batch.tokens))
     end_values[last] = scores
-    return batch.scatter(values), end_values
+    return batch.scatter_to_tokens(values), end_values
 
 
 def clamp_unknown_tokens(model: Transformer, batch: Batch) -> Batch:
@@ -122,7 +122,7 @@ def head_logprobs(states: Tensor, head: Tensor, targets: Tensor, divisor: Tensor
     return ChunkedLogprobs.apply(states, head, targets, divisor, *chunk_sizes)
 
 
-def refuse_skipped_gradient(
+def check_skipped_gradient(
     objective: Tensor, new: Tensor, entropy: Tensor, micro: Batch, is_skipped: Tensor | None
 ) -> None:
     """Reject a microbatch's objective if it has a gradient for rollouts that the script skips.

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from minirl.errors import GuardError, refuse
 from minirl.model.batch_invariance import at_least_fp32
 from minirl.model.config import ModelConfig
-from minirl.model.shards import share_layers
+from minirl.model.shards import shard_layers
 from minirl.model.transformer import Transformer, make_meta_model
 from minirl.model.weights import check_shape, check_weights, fill_parameter, load_weights
 from minirl.ranks.process_group import world_size
@@ -390,7 +390,7 @@ def make_sharded_storage(
     if module.config.scalar_head or not is_trained:
         return Storage(weights, module, module)
     decoder = make_meta_model(module.config)
-    decoder.shard_group = share_layers(decoder.layers, module.config.adapters)
+    decoder.shard_group = shard_layers(decoder.layers, module.config.adapters)
     decoder.to(dtype).requires_grad_(False)
     decoder.layers._apply(lambda tensor: torch.zeros_like(tensor, device=device))
     _assign_weights(decoder, root_weights)

@@ -18,7 +18,7 @@ from minirl.model.batch_invariance import head_logits
 from minirl.model.config import Adapters, is_adapter
 from minirl.model.families import config_from_dict, read_config
 from minirl.model.transformer import Transformer, make_meta_model
-from minirl.model.weights import load_replica, load_weights, write_folder
+from minirl.model.weights import load_unsharded_model, load_weights, write_folder
 from minirl.run.embedded_model import save_tokenizer
 from support.scripts import reward_of, write_rows
 
@@ -233,7 +233,10 @@ def check_peft(folder: Path, saved: Path, auto_class: Any) -> None:
     write_folder(saved, adapters, config=raw, peft_config=config)
     oracle = peft.PeftModel.from_pretrained(auto_class.from_pretrained(folder, dtype=torch.float32), saved)
     oracle.save_pretrained(saved / "again")
-    for same in (model, *(load_replica(path, dtype=torch.float32) for path in (saved, saved / "again"))):
+    for same in (
+        model,
+        *(load_unsharded_model(path, dtype=torch.float32) for path in (saved, saved / "again")),
+    ):
         assert logit_error(oracle, same) < 1e-4
 
 

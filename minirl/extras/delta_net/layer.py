@@ -15,7 +15,7 @@ from minirl.extras.delta_net import rule as delta_rule
 from minirl.extras.delta_net.rule import DeltaRows
 from minirl.model import padding
 from minirl.model.attention import DecodeLayout, Layout, PackedLayout, to_device
-from minirl.model.batch_invariance import activate, at_least_fp32
+from minirl.model.batch_invariance import apply_activation, at_least_fp32
 from minirl.model.config import ModelConfig
 from minirl.model.layers import Linear
 
@@ -60,9 +60,9 @@ class GatedDeltaNet(nn.Module):
         # The rule's inputs without padding: `mixed` [T', channels], and one number per value head [T', heads].
         mixed = self.in_proj_qkv(x)[:num_rows]
         beta_logits = self.in_proj_b(x).to(upcast_dtype)
-        beta = activate(beta_logits, torch.sigmoid)[:num_rows]
+        beta = apply_activation(beta_logits, torch.sigmoid)[:num_rows]
         time_step = self.in_proj_a(x).to(upcast_dtype) + self.dt_bias.to(upcast_dtype)
-        time_step = activate(time_step, F.softplus)[:num_rows]
+        time_step = apply_activation(time_step, F.softplus)[:num_rows]
         decay = -self.A_log.to(upcast_dtype).exp() * time_step
 
         # The rule's outputs, [T', heads, C].
@@ -84,7 +84,7 @@ class GatedDeltaNet(nn.Module):
         weight = self.norm.weight.to(upcast_dtype)
         normed = F.rms_norm(out, weight.shape, weight, self.norm.eps)
         normed = padding.pad_rows(normed.flatten(1), len(x))
-        gate = activate(self.in_proj_z(x).to(upcast_dtype), F.silu)
+        gate = apply_activation(self.in_proj_z(x).to(upcast_dtype), F.silu)
         gated = normed * gate
         return self.out_proj(gated.to(x.dtype))
 
@@ -102,7 +102,7 @@ class GatedDeltaNet(nn.Module):
             return delta_rule.run_chunks(rows, chunks)
 
         # A sequence's newest inputs are the inputs of its last row.
-        states = slot_mapping.pool.states.layer(self.layer)
+        states = slot_mapping.pool.recurrent_states.layer(self.layer)
         last_rows = layout.cu_seqlens[1:].long() - 1  # [sequences]
         newest_inputs = padded[windows[:, last_rows]]  # [kernel, sequences, channels]
         window_index = self._window_index(slot_mapping.rows, layout.positions[last_rows])
@@ -111,7 +111,7 @@ class GatedDeltaNet(nn.Module):
 
     def _run_decode(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: DecodeLayout) -> Tensor:
         """Return the rule's outputs [B, heads, C] for the next tokens of cached sequences, and update their states."""
-        states = layout.slot_mapping.pool.states.layer(self.layer)
+        states = layout.slot_mapping.pool.recurrent_states.layer(self.layer)
         num_padded = delta_rule.padded_rows(self.shape, mixed.device)
         kernel_size = self.shape.kernel_size
         out = decay.new_empty(*decay.shape, self.shape.value_head_dim)

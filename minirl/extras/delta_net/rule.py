@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from minirl.extras.delta_net.states import DELTA_CHUNK, DeltaStates, StateCache, next_state
 from minirl.model.attention import PackedLayout, Sequence, to_device
-from minirl.model.batch_invariance import activate, at_least_fp32, cache_measurement
+from minirl.model.batch_invariance import apply_activation, at_least_fp32, cache_measurement
 from minirl.model.config import DeltaNet
 
 
@@ -71,8 +71,8 @@ def index_chunks(layout: PackedLayout) -> ChunkIndex:
         sequences = [torch.tensor([num_rows])]  # padding, so that every parameter gets a gradient
     chunks = []  # [n, DELTA_CHUNK] per sequence
     for rows in sorted(sequences, key=len, reverse=True):
-        num_missing = -len(rows) % DELTA_CHUNK
-        padded = F.pad(rows, (0, num_missing), value=num_rows)
+        num_missing_groups = -len(rows) % DELTA_CHUNK
+        padded = F.pad(rows, (0, num_missing_groups), value=num_rows)
         chunks.append(padded.view(-1, DELTA_CHUNK))
     rounds = pack_sequence(chunks)
     all_rows = rounds.data.flatten()
@@ -95,7 +95,7 @@ def convolve(window: Iterable[Tensor], weight: Tensor) -> Tensor:
     taps = weight[:, 0].to(upcast_dtype).unbind(1)  # [channels] each
     parts = (x.to(upcast_dtype) * tap for x, tap in zip(window, taps, strict=True))
     convolved = functools.reduce(torch.add, parts)
-    return activate(convolved, F.silu)
+    return apply_activation(convolved, F.silu)
 
 
 def normalize(x: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ def run_row(
     cum_decay = torch.where(is_seen, decays, 0.0).cumsum(-1)  # c, [N, H, C]
     own_cum_decay = cum_decay[..., -1:]
     pair_decay = (own_cum_decay - cum_decay).clamp(max=0).exp()
-    exp_decay = activate(own_cum_decay[..., 0], torch.exp)  # [N, H]
+    exp_decay = apply_activation(own_cum_decay[..., 0], torch.exp)  # [N, H]
     scores = _stack_padded(num_padded, k, q) @ keys
     k_scores = scores[..., 0, :]  # [N, H, C]
     q_scores = scores[..., 1, :]
@@ -239,8 +239,8 @@ def _stack_padded(num_padded: int, *rows: Tensor) -> Tensor:
     A matmul with fewer rows might dispatch to a different kernel.
     """
     stacked = torch.stack(rows, 2)
-    num_missing = num_padded - len(rows)
-    return F.pad(stacked, (0, 0, 0, num_missing))
+    num_missing_groups = num_padded - len(rows)
+    return F.pad(stacked, (0, 0, 0, num_missing_groups))
 
 
 def _solve_row(a: Tensor, rhs: Tensor, solved: Tensor) -> Tensor:
