@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from minirl.model import batch_invariance
-from minirl.model.batch_invariance import INEXACT, MatmulForm
+from minirl.model.batch_invariance import INEXACT, MatmulVariant
 from minirl.model.layers import ACTIVATIONS, GatedActivation
 from support.tensors import randn
 
@@ -94,16 +94,16 @@ def at(*rows):
     return lambda x: torch.full((len(x), 1), 1e-5 * (len(x) in rows))
 
 
-TILES = MatmulForm(64, is_tiled=True)
+TILES = MatmulVariant(64, is_tiled=True)
 
 
 @pytest.mark.parametrize(
-    ("error", "form"),
+    ("error", "variant"),
     [
-        (at(), MatmulForm(4)),
-        (at(1, 2, 3), MatmulForm(4)),
-        (at(4), MatmulForm(8)),
-        (at(*range(9)), MatmulForm(16)),
+        (at(), MatmulVariant(4)),
+        (at(1, 2, 3), MatmulVariant(4)),
+        (at(4), MatmulVariant(8)),
+        (at(*range(9)), MatmulVariant(16)),
         (at(*range(17)), TILES),
         (at(129), TILES),
         (at(47), TILES),
@@ -112,18 +112,18 @@ TILES = MatmulForm(64, is_tiled=True)
     ],
     ids="none 1-3 4 0-8 0-16 129 47 place neighbours".split(),
 )
-def test_the_probe_chooses_the_cheapest_form_that_hides_what_products_depend_on(library, error, form):
+def test_the_probe_chooses_the_cheapest_form_that_hides_what_products_depend_on(library, error, variant):
     """A small dependence on the batch requires more rows or tiles, or makes the shape inexact.
 
-    Each shape has its own form, in which a row has the same bits in any batch.
+    Each shape has its own variant, in which a row has the same bits in any batch.
     """
     library(lambda x, weight, bias=None: exact_product(x, weight).float() + error(x) * (len(weight) < 100))
-    for num_out, of_shape in ((6, form), (70, form), (130, MatmulForm(4))):
-        assert batch_invariance.matmul_form(12, num_out, torch.float32) == of_shape
+    for num_out, of_shape in ((6, variant), (70, variant), (130, MatmulVariant(4))):
+        assert batch_invariance.matmul_variant(12, num_out, torch.float32) == of_shape
         factors = randn(140, 12), randn(num_out, 12, seed=1)
         differ = rows_that_differ(batch_invariance.linear, *factors, random.Random(0))
         assert bool(differ) == (of_shape == INEXACT)
-    assert batch_invariance.is_batch_invariant([(12, 6)], torch.float32, CPU) == (form != INEXACT)
+    assert batch_invariance.is_batch_invariant([(12, 6)], torch.float32, CPU) == (variant != INEXACT)
     assert not batch_invariance.is_batch_invariant([(12, 6)], torch.float32, torch.device("cuda"))
 
 
@@ -132,21 +132,21 @@ def test_products_are_measured_again_under_settings_that_change_them(library, mo
     rows_with_error = []
     library(lambda x, weight: exact_product(x, weight).float() + at(*rows_with_error)(x))
 
-    def form():
-        return batch_invariance.matmul_form(12, 70, torch.float32)
+    def variant():
+        return batch_invariance.matmul_variant(12, 70, torch.float32)
 
-    assert form() == MatmulForm(4)
+    assert variant() == MatmulVariant(4)
     rows_with_error += range(9)
-    assert form() == MatmulForm(4), "measured only once"
+    assert variant() == MatmulVariant(4), "measured only once"
     with monkeypatch.context() as other:
         other.setattr(torch, "get_num_threads", lambda: 2)
-        assert form() == INEXACT
-    assert form() == MatmulForm(4)
+        assert variant() == INEXACT
+    assert variant() == MatmulVariant(4)
     settings = torch.backends.mkldnn.matmul
     precision = settings.fp32_precision
     settings.fp32_precision = "bf16"
     try:
-        assert form() == MatmulForm(16)
+        assert variant() == MatmulVariant(16)
     finally:
         settings.fp32_precision = precision
 
@@ -160,7 +160,7 @@ def test_products_are_measured_as_torch_computes_them_whatever_replaces_them_mea
 
     batch_invariance._measurements.clear()
     with RaisesAtEveryCall():
-        assert batch_invariance.matmul_form(12, 70, torch.float32) != INEXACT
+        assert batch_invariance.matmul_variant(12, 70, torch.float32) != INEXACT
 
 
 def test_the_probe_notices_sums_in_another_order_that_rounding_hides(library, monkeypatch):
@@ -177,7 +177,7 @@ def test_the_probe_notices_sums_in_another_order_that_rounding_hides(library, mo
     x, weight = randn(600, 4, dtype=torch.bfloat16), randn(4, 4, dtype=torch.bfloat16, seed=1)
     assert torch.equal(linear(x[:129], weight), linear(x, weight)[:129])
     library(linear)
-    assert batch_invariance.matmul_form(4, 4, torch.bfloat16) == TILES
+    assert batch_invariance.matmul_variant(4, 4, torch.bfloat16) == TILES
 
 
 @pytest.mark.slow

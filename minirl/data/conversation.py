@@ -71,7 +71,7 @@ def rollout_messages(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
     branch = rollout.branches[-1]
     turns = [turn for turn in rollout.episode.turns if turn.branch == branch.rollout_id.branch]
 
-    def answer(turn: TurnRecord, start: int) -> str | dict[str, Any]:
+    def assistant_message(turn: TurnRecord, start: int) -> str | dict[str, Any]:
         ids = branch.tokens_after_prompt["id"][start : turn.end].tolist()
         text = tokenizer.decode(ids)
         if not tokenizer.tools or start != turn.start:
@@ -84,19 +84,19 @@ def rollout_messages(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
         # Keep the text, which shows the malformed call.
         return message if message.pop("parse_error", None) is None else message | {"content": text}
 
-    return branch_messages(cast(str | Messages, branch_prompt), turns, answer)
+    return branch_messages(cast(str | Messages, branch_prompt), turns, assistant_message)
 
 
 def branch_messages(
     prompt: str | Messages,
     turns: Sequence[Turn],
-    answer: Callable[[Turn, int], str | dict[str, Any]],
+    assistant_message: Callable[[Turn, int], str | dict[str, Any]],
 ) -> Messages:
     """Return the messages of a branch: its prompt, the appended messages and the assistant messages.
 
-    answer: function that takes a message's last turn and the index of the message's first token (counted from the end
-    of the branch's prompt), and returns an assistant message as text or as a dict. An assistant message spans all turns
-    up to the next appended messages.
+    assistant_message: function that takes a message's last turn and the index of the message's first token (counted
+    from the end of the branch's prompt), and returns an assistant message as text or as a dict. An assistant message
+    spans all turns up to the next appended messages.
     """
     messages = [dict(message) for message in as_messages(prompt)]
     message_start = 0
@@ -106,7 +106,7 @@ def branch_messages(
             message_start = turn.start
         # Without appended messages, the assistant message continues in the next turn.
         if i + 1 == len(turns) or turns[i + 1].inserted:
-            add_answer(messages, answer(turn, message_start))
+            add_answer(messages, assistant_message(turn, message_start))
     return messages
 
 

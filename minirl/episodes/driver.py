@@ -195,7 +195,7 @@ class Driver:
             self.episode.is_closed = True
             self.task.cancel()
 
-    def rollout(self, finish_reason: str | None, rewards: Mapping[str, float | None]) -> Rollout:
+    def finished_rollout(self, finish_reason: str | None, rewards: Mapping[str, float | None]) -> Rollout:
         """Return the rollout up to the end of the last turn. Raises InputError for an episode without turns.
 
         finish_reason: finish reason of the rollout and of its most recently requested branch; if None, both take the

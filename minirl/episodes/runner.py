@@ -270,7 +270,9 @@ class EpisodeRunner:
         turns, and for missing or unknown rewards.
         """
         given_rewards = driver.episode.given_rewards
-        rollout = driver.rollout(finish_reason, dict.fromkeys(self._reward_names, 0.0) | given_rewards)
+        rollout = driver.finished_rollout(
+            finish_reason, dict.fromkeys(self._reward_names, 0.0) | given_rewards
+        )
         if has_returned and (given_rewards or self._reward_names):
             check_rewards(given_rewards, self._reward_names)
         prompt_ordinal = driver.rollout_id.prompt_ordinal

@@ -18,7 +18,7 @@ from minirl.run.budget import Machine, num_parameters
 from minirl.run.config import RunConfig
 from minirl.run.embedded_model import CONFIG, save_tokenizer
 from minirl.run.inputs import load_prompts, load_rewards, load_rollout_function, load_task
-from minirl.run.planning import plan, this_machine, workload
+from minirl.run.planning import make_workload, plan, this_machine
 
 SHOWN_CHARACTERS = 400  # maximum length of the printed prompt
 
@@ -57,7 +57,7 @@ def print_plan(
     row = prompts.row(0)
     prompt = prompts.tokenizer.backend.decode(prompts.tokenizer.encode(row), skip_special_tokens=False)
     print0(f"prompt   {row.origin}: {prompt[:SHOWN_CHARACTERS]!r}")
-    work = workload(config, policy, _machine(config), prompts=prompts, held_out=held_out)
+    work = make_workload(config, policy, _machine(config), prompts=prompts, held_out=held_out)
     print0(
         f"model    {num_parameters(policy):,} parameters, {work.dtype} on {work.num_ranks} x {work.device_type}"
     )

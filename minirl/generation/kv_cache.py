@@ -172,7 +172,7 @@ class PortableMetadataBuilder:
             num_kv_heads=config.num_key_value_heads,
             num_queries_per_kv=num_queries_per_kv,
             # Minimum number of slots per block and KV head (see `DecodeIndex`).
-            min_users=ceil_div(num_queries, num_queries_per_kv),
+            min_readers=ceil_div(num_queries, num_queries_per_kv),
         )
         # The block tables for which the indices were built; entries past each token's block are -1.
         self._tables = np.zeros((0, 0), np.int32)

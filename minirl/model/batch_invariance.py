@@ -4,8 +4,8 @@ Sampling and scoring process the same token in batches of different sizes. Sampl
 equal only if every matmul gives bitwise-identical results for a row in any batch, but matrix libraries choose kernels
 by shape. Therefore, on the CPU, each rank runs on one thread (`ranks.process_group.start`), every matmul has at least
 MIN_COLUMNS columns, and bf16 operands are multiplied in fp32 if the CPU has no bf16 instructions (`matmul_dtype`).
-Everything else is measured on this machine, once per shape and dtype: `matmul_form` returns the number of rows to pad
-to, or the size of the tiles to split into. `is_batch_invariant` and, for attention,
+Everything else is measured on this machine, once per shape and dtype: `matmul_variant` returns the number of rows to
+pad to, or the size of the tiles to split into. `is_batch_invariant` and, for attention,
 `portable_attention.min_invariant_queries` report whether the results are batch-invariant on this machine. Norms and
 elementwise functions are already batch-invariant.
 
@@ -27,7 +27,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-class MatmulForm(NamedTuple):
+class MatmulVariant(NamedTuple):
     """How to compute matmuls of one shape: by default, with the operand padded to at least `num_rows` rows.
 
     is_tiled: whether to compute the product in tiles of `num_rows` rows instead.
@@ -37,21 +37,21 @@ class MatmulForm(NamedTuple):
     is_tiled: bool = False
 
 
-# The forms that `matmul_form` tries, fastest first. MKL and oneDNN switch to different kernels when there are only a
-# few rows: 1 to 15 rows on Intel CPUs; 1 to 3 rows on AMD CPUs, or up to 15 rows in small bf16 matmuls.
-FORMS = (MatmulForm(4), MatmulForm(8), MatmulForm(16), MatmulForm(64, is_tiled=True))
-# Fallback for matmuls that no variant in FORMS makes batch-invariant.
-INEXACT = MatmulForm(1)
+# The variants that `matmul_variant` tries, fastest first. MKL and oneDNN switch to different kernels when there are
+# only a few rows: 1 to 15 rows on Intel CPUs; 1 to 3 rows on AMD CPUs, or up to 15 rows in small bf16 matmuls.
+VARIANTS = (MatmulVariant(4), MatmulVariant(8), MatmulVariant(16), MatmulVariant(64, is_tiled=True))
+# Fallback for matmuls that no variant in VARIANTS makes batch-invariant.
+INEXACT = MatmulVariant(1)
 # Minimum number of output columns of a matmul. With fewer columns, libraries use matrix-vector kernels, or kernels
 # whose rounding depends on the column index.
 MIN_COLUMNS = 64
 # Largest bf16 operand, in elements, for which MKL's fp32 product is fastest when the other operand has few rows.
 MAX_UPCAST_OPERAND = 1 << 15
-# Row counts that `matmul_form` tries: all small counts, counts around kernel block sizes, and larger counts for small
-# shapes, for which libraries choose kernels by the number of multiplications. Every variant pads to at least the
+# Row counts that `matmul_variant` tries: all small counts, counts around kernel block sizes, and larger counts for
+# small shapes, for which libraries choose kernels by the number of multiplications. Every variant pads to at least the
 # smallest probed row count.
 PROBED_ROWS = (
-    *range(FORMS[0].num_rows, 66),
+    *range(VARIANTS[0].num_rows, 66),
     80,
     96,
     100,
@@ -138,12 +138,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.device.type != "cpu":
         return F.linear(x, weight, bias)
     out_features, in_features = weight.shape
-    form = matmul_form(in_features, out_features, matmul_dtype(x.dtype))
-    if form.is_tiled or out_features < MIN_COLUMNS or _is_upcast(x):
-        return _Matmul.apply(x, weight, bias, form)
+    variant = matmul_variant(in_features, out_features, matmul_dtype(x.dtype))
+    if variant.is_tiled or out_features < MIN_COLUMNS or _is_upcast(x):
+        return _Matmul.apply(x, weight, bias, variant)
     num_rows = len(x)
-    if num_rows < form.num_rows:
-        return F.linear(pad_rows(x, form.num_rows), weight, bias)[:num_rows]
+    if num_rows < variant.num_rows:
+        return F.linear(pad_rows(x, variant.num_rows), weight, bias)[:num_rows]
     return F.linear(x, weight, bias)
 
 
@@ -154,14 +154,15 @@ class _Matmul(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: MatmulForm) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, variant: MatmulVariant) -> Tensor:
         """Return the product [T, out]."""
         ctx.save_for_backward(x, weight)
         upcast_dtype = matmul_dtype(x.dtype)
         # The matmul itself adds the bias, just as it does without padding. A separate addition would round twice.
         upcast_bias = None if bias is None else pad_rows(bias.to(upcast_dtype), MIN_COLUMNS)
         product = functools.partial(F.linear, bias=upcast_bias)
-        return _batch_invariant_matmul(product, x.to(upcast_dtype), weight.to(upcast_dtype), form).to(x.dtype)
+        out = _batch_invariant_matmul(product, x.to(upcast_dtype), weight.to(upcast_dtype), variant)
+        return out.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
@@ -180,16 +181,16 @@ class _Matmul(torch.autograd.Function):
 
 
 def _batch_invariant_matmul(
-    product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, form: MatmulForm
+    product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, variant: MatmulVariant
 ) -> Tensor:
-    """Return the contiguous product [T, out], computed in this form and with at least MIN_COLUMNS columns."""
+    """Return the contiguous product [T, out], computed with this variant and with at least MIN_COLUMNS columns."""
     num_rows, num_columns = len(x), len(weight)
     weight = pad_rows(weight, MIN_COLUMNS)
-    if form.is_tiled:
-        tiles = (pad_rows(tile, form.num_rows) for tile in x.split(form.num_rows))
+    if variant.is_tiled:
+        tiles = (pad_rows(tile, variant.num_rows) for tile in x.split(variant.num_rows))
         out = torch.cat([product(tile, weight) for tile in tiles])
     else:
-        out = product(pad_rows(x, form.num_rows), weight)
+        out = product(pad_rows(x, variant.num_rows), weight)
     return out[:num_rows, :num_columns].contiguous()
 
 
@@ -230,8 +231,8 @@ def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return contiguous logits [T, V] for hidden [T, D] and weight [V, D], accumulated in at least fp32."""
     if hidden.device.type != "cpu":
         return _head_matmul(hidden, weight)
-    form = matmul_form(weight.shape[1], len(weight), matmul_dtype(hidden.dtype), is_head=True)
-    return _batch_invariant_matmul(_head_matmul, hidden, weight, form)
+    variant = matmul_variant(weight.shape[1], len(weight), matmul_dtype(hidden.dtype), is_head=True)
+    return _batch_invariant_matmul(_head_matmul, hidden, weight, variant)
 
 
 def _head_matmul(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -240,10 +241,10 @@ def _head_matmul(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 @cache_measurement
-def matmul_form(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool = False) -> MatmulForm:
+def matmul_variant(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool = False) -> MatmulVariant:
     """Return the fastest variant of x [T, in] @ W [in, out] whose rows are bitwise identical for every T.
 
-    Return INEXACT if there is no such form, or if torch uses several threads, because multithreaded matmuls are not
+    Return INEXACT if there is no such variant, or if torch uses several threads, because multithreaded matmuls are not
     guaranteed to be batch-invariant. is_head: whether to measure `head_logits` instead of `linear`.
     """
     if torch.get_num_threads() > 1:
@@ -261,13 +262,13 @@ def matmul_form(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool 
     repeated_x = x.repeat(num_repeats, 1)
     # For small row counts, test several slices, so that the slices cover every distinct row.
     row_slices = [slice(i, i + n) for n in row_counts for i in range(0, max(1, num_distinct_rows - n + 1), n)]
-    for form in FORMS:
-        expected = _batch_invariant_matmul(product, x, weight, form).repeat(num_repeats, 1)
+    for variant in VARIANTS:
+        expected = _batch_invariant_matmul(product, x, weight, variant).repeat(num_repeats, 1)
         if all(
-            torch.equal(_batch_invariant_matmul(product, repeated_x[part], weight, form), expected[part])
+            torch.equal(_batch_invariant_matmul(product, repeated_x[part], weight, variant), expected[part])
             for part in row_slices
         ):
-            return form
+            return variant
     return INEXACT
 
 
@@ -303,7 +304,7 @@ def is_batch_invariant(
         return False
     for num_in, num_out in set(shapes):
         for width in {num_out, -(-num_out // num_shards)}:
-            if matmul_form(num_in, width, matmul_dtype(dtype), is_head=is_head) == INEXACT:
+            if matmul_variant(num_in, width, matmul_dtype(dtype), is_head=is_head) == INEXACT:
                 return False
         if num_shards > 1 and not _column_shards_match(num_in, num_out, dtype, num_shards):
             return False

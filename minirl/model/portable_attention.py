@@ -265,18 +265,18 @@ class DecodeIndex(NamedTuple):
     key_positions int64 [B, n x BLOCK]: the position of each entry's keys in the request's sequence.
     is_unused_entry bool [B, 1, n, 1]: entries beyond a request's last block, whose results are set to 0.
 
-    The portable kernel multiplies each block once, for all of the block's users (the requests that read the block).
-    Each user has one slot per KV head. A slot contains the g query heads that share the KV head, one matmul row each.
+    The portable kernel multiplies each block once, for all requests that read the block (its readers).
+    Each reader has one slot per KV head. A slot contains the g query heads that share the KV head, one matmul row each.
     All blocks of a batched matmul must have the same number of slots, so there are up to two `block_sets`:
 
-    - Each live block has `min_users` slots per KV head. Normally, the live blocks are all blocks of the pool up to the
-      highest block that is read, and they are multiplied without being copied. If requests read only a few of these
-      blocks, those few are copied, and the copies serve as the live blocks (ids int64).
-    - Blocks with more than `min_users` users, such as the full blocks of a group's prompt, are listed again after the
-      live blocks (ids int64). Every such entry has as many slots per KV head as the most-shared block needs. These
-      blocks' slots in the list of live blocks stay empty.
+    - Each live block has `min_readers` slots per KV head. Normally, the live blocks are all blocks of the pool up to
+      the highest block that is read, and they are multiplied without being copied. If requests read only a few of these
+      blocks, those few are copied, and the live blocks are the copies (ids int64).
+    - Blocks with more than `min_readers` readers, such as the full blocks of a group's prompt, are listed a second
+      time, after the live blocks (ids int64). Every such entry has as many slots per KV head as the most-shared block
+      needs. These blocks' slots in the list of live blocks stay empty.
 
-    Slots are ordered by block, then KV head, then user. The kernel gathers rows with these int64 indices:
+    Slots are ordered by block, then KV head, then reader. The kernel gathers rows with these int64 indices:
 
     query_rows [slots x g]: the query heads of each slot, as rows of q [B x H, C].
     score_rows [B x H x n]: for each query head and entry, the row of the scores in the key products [slots x g, BLOCK],
@@ -285,13 +285,13 @@ class DecodeIndex(NamedTuple):
 
     Empty slots read row 0, and their results are never read.
 
-    Example: three requests, two of which share a prompt whose first block is full; K = 1, g = 2, min_users = 1.
+    Example: three requests, two of which share a prompt whose first block is full; K = 1, g = 2, min_readers = 1.
 
         block tables   request 0: [0, 1]   request 1: [0, 3]   request 2: [2]
-        block_sets     blocks 0 to 3, rows 0 to 7; block 0 again, which has two users, rows 8 to 11
+        block_sets     blocks 0 to 3, rows 0 to 7; block 0 again, which has two readers, rows 8 to 11
         slot           0         1          2          3          4          5
         block          0         1          2          3          0          0
-        user           none      request 0  request 2  request 1  request 0  request 1
+        reader         none      request 0  request 2  request 1  request 0  request 1
         query          0, 0      0, 1       4, 5       2, 3       0, 1       2, 3
 
     Request 1 reads block 0 in slot 5 and block 3 in slot 3. Query heads 0 and 1 of a slot are rows 2 x slot and 2 x
@@ -312,13 +312,13 @@ def build_decode_index(
     window: int | None,
     num_kv_heads: int,
     num_queries_per_kv: int,
-    min_users: int,
+    min_readers: int,
 ) -> DecodeIndex:
     """Build the index for one decode step from the requests' block tables, on the CPU.
 
     tables int32 [B, columns]: block tables; entries past the block of a request's newest token are -1.
     num_queries_per_kv: number of query heads per KV head.
-    min_users: number of slots per live block and KV head. Matmuls with fewer queries could round differently (see
+    min_readers: number of slots per live block and KV head. Matmuls with fewer queries could round differently (see
     `min_invariant_queries`).
     """
     num_blocks = (tables >= 0).sum(1)
@@ -334,7 +334,7 @@ def build_decode_index(
     request, entry_column = is_used.nonzero()
     entry_blocks = tables[request, first_attended_block[request] + entry_column]
 
-    block_sets, slot = _assign_slots(entry_blocks, num_kv_heads, num_queries_per_kv, min_users)
+    block_sets, slot = _assign_slots(entry_blocks, num_kv_heads, num_queries_per_kv, min_readers)
 
     # Entries past a request's last block point to that last block again. Another request's block could contain NaN, and
     # NaN plus the -inf of the mask is NaN.
@@ -363,48 +363,50 @@ def _assign_slots(
     block: np.ndarray,
     num_kv_heads: int,
     num_queries_per_kv: int,
-    min_users: int,
+    min_readers: int,
 ) -> tuple[list[_BlockSet], np.ndarray]:
     """Return the block sets of a decode step, and each entry's slot for each KV head, int64 [E, K].
 
     block int32 [E]: each entry's block, ordered by request.
     """
-    users_per_block = np.bincount(block)
-    live_block_ids = np.arange(len(users_per_block))
+    readers_per_block = np.bincount(block)
+    live_block_ids = np.arange(len(readers_per_block))
     live_block_index = block
     live_blocks: slice | Tensor = slice(0, len(live_block_ids))
-    read_block_ids = users_per_block.nonzero()[0]
+    read_block_ids = readers_per_block.nonzero()[0]
     if len(live_block_ids) >= COPY_FACTOR * len(read_block_ids):
         live_block_ids = read_block_ids
         live_block_index = np.searchsorted(live_block_ids, block)
         live_blocks = torch.from_numpy(live_block_ids)
-        users_per_block = users_per_block[live_block_ids]
+        readers_per_block = readers_per_block[live_block_ids]
 
     head = np.arange(num_kv_heads)
-    # A block with at most `min_users` users keeps its slots among the live blocks.
-    slot = (live_block_index[:, None] * num_kv_heads + head) * min_users
-    num_live_slots = len(live_block_ids) * num_kv_heads * min_users
+    # A block with at most `min_readers` readers keeps its slots among the live blocks.
+    slot = (live_block_index[:, None] * num_kv_heads + head) * min_readers
+    num_live_slots = len(live_block_ids) * num_kv_heads * min_readers
     block_sets: list[_BlockSet] = [(live_blocks, slice(0, num_live_slots * num_queries_per_kv))]
-    max_users = int(users_per_block.max())
-    if max_users > min_users:
-        shared_block_index = (users_per_block > min_users).nonzero()[0]
-        reads_shared_block = users_per_block[live_block_index] > min_users
+    max_readers = int(readers_per_block.max())
+    if max_readers > min_readers:
+        shared_block_index = (readers_per_block > min_readers).nonzero()[0]
+        reads_shared_block = readers_per_block[live_block_index] > min_readers
         shared_index = np.searchsorted(shared_block_index, live_block_index[reads_shared_block])
-        slot[reads_shared_block] = num_live_slots + (shared_index[:, None] * num_kv_heads + head) * max_users
-        end = num_live_slots + len(shared_block_index) * num_kv_heads * max_users
+        slot[reads_shared_block] = (
+            num_live_slots + (shared_index[:, None] * num_kv_heads + head) * max_readers
+        )
+        end = num_live_slots + len(shared_block_index) * num_kv_heads * max_readers
         block_sets.append(
             (
                 torch.from_numpy(live_block_ids[shared_block_index]),
                 slice(num_live_slots * num_queries_per_kv, end * num_queries_per_kv),
             )
         )
-    if max_users > 1:
-        # Number the users of each block 0, 1, ... in the order of the entries: sort the entries by block, and subtract
-        # the number of entries for lower blocks from each entry's index.
+    if max_readers > 1:
+        # Number the readers of each block 0, 1, ... in the order of the entries: sort the entries by block, and
+        # subtract the number of entries for lower blocks from each entry's index.
         entries_by_block = live_block_index.argsort(kind="stable")
-        num_preceding_entries = users_per_block.cumsum() - users_per_block
-        user_index = np.arange(len(entries_by_block)) - num_preceding_entries.repeat(users_per_block)
-        slot[entries_by_block] += user_index[:, None]
+        num_preceding_entries = readers_per_block.cumsum() - readers_per_block
+        reader_index = np.arange(len(entries_by_block)) - num_preceding_entries.repeat(readers_per_block)
+        slot[entries_by_block] += reader_index[:, None]
     return block_sets, slot
 
 

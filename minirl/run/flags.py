@@ -70,7 +70,7 @@ def parse(
             )
             groups[title].append((field.name, Annotated[field.type, argument], field.default))
     try:
-        group_configs = tyro.cli(
+        flag_groups = tyro.cli(
             dict[str, Any],
             args=arguments,
             default={title: make_dataclass("Group", members)() for title, members in groups.items()},
@@ -80,7 +80,7 @@ def parse(
         )
     except BrokenPipeError:  # the pipe was closed early, for example by `--help | head`
         sys.exit(0)
-    return config_class(**ChainMap(*map(asdict, group_configs.values())))
+    return config_class(**ChainMap(*map(asdict, flag_groups.values())))
 
 
 def read_flag(name: str, arguments: Sequence[str] | None) -> str | None:

@@ -98,7 +98,7 @@ def default_microbatch_tokens(max_new_tokens: int) -> int:
     return max(8192, 2 * max_new_tokens)
 
 
-def workload(
+def make_workload(
     config: RunConfig,
     policy: ModelConfig,
     machine: Machine,

@@ -34,7 +34,7 @@ from minirl.run.config import RunConfig, model_folder_from_config
 from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.flags import flag_name
 from minirl.run.inputs import load_prompts, load_rewards, load_rollout_function, load_task
-from minirl.run.planning import plan, this_machine, workload
+from minirl.run.planning import make_workload, plan, this_machine
 from minirl.run.run_folder import lock_run_folder, runs_root
 from minirl.training.frozen_models import FrozenModel, OutputFunction, without_adapters
 from minirl.training.scoring import score_batch, score_teacher
@@ -108,7 +108,7 @@ class Setup:
 
     def _choose_sizes(self) -> None:
         """Choose the source of old logprobs, and sizes that fit in free memory (collective)."""
-        work = workload(
+        work = make_workload(
             self.config,
             self.model_config,
             this_machine(self.device),
@@ -358,8 +358,8 @@ def old_logprobs_source(config: RunConfig, *, logprobs_match: bool) -> str:
     With one update per step, the old policy is the current policy, so the ratio is 1 and no old logprobs are needed. KL
     terms in the advantages are computed before the update and need logprobs; with such terms, "auto" therefore also
     requires that sampled logprobs match training logprobs. With --max-staleness, some of the tokens may have been
-    sampled with older weights. Without importance weights (--correction none), ratios are relative to the weights that
-    the tokens were sampled with; otherwise, old logprobs are recomputed or omitted.
+    sampled with older weights. With --correction none, ratios are relative to the version of the policy that sampled
+    the tokens; otherwise, old logprobs are scored again, or not needed.
     """
     if config.max_staleness and config.correction == "none":
         return "sampled"

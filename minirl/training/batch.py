@@ -21,14 +21,7 @@ from minirl.model import attention
 from minirl.model.attention import PackedLayout, concatenated_ranges, to_device
 from minirl.ranks.process_group import all_reduce_sum, gather_objects, rank, world_size
 from minirl.ranks.time_account import spent_on
-from minirl.rollouts import (
-    RewardedRollout,
-    Rollout,
-    RolloutId,
-    SampledSequence,
-    all_branches,
-    concat_tokens,
-)
+from minirl.rollouts import RewardedRollout, Rollout, RolloutId, SampledSequence, all_branches, concat_tokens
 from minirl.training.losses import repeat_over_tokens, sequence_sums
 
 

@@ -8,8 +8,8 @@ counts. No other file uses FSDP.
 With `shard_weights`, a rank keeps only the embedding, head and final norm in full. The rank decodes with its shards
 of the layers' weights (`model.shards`). Training and scoring gather one layer at a time.
 
-A single rank that computes in fp32 has nothing to shard, sum or cast. Such a rank runs without FSDP, which would take a
-tenth of a small model's step on the CPU, and the master weights are the compute weights.
+A single rank that computes in fp32 has nothing to shard, sum or cast, so it runs without FSDP, whose overhead is a
+tenth of a small model's step on the CPU. The compute weights are then the master weights themselves.
 """
 
 import math
