@@ -25,8 +25,7 @@ from minirl.model.families import config_from_dict
 from minirl.run.checkpoint import Checkpoints, checkpoints_in
 from minirl.run.progress import Progress
 from minirl.run.run_folder import RunFolder, lock_run_folder
-from minirl.training.sharded_model import full_tensor
-from support.models import RAW_CONFIG, adamw, make_folder, sharded
+from support.models import RAW_CONFIG, adamw, full_tensor, make_folder, sharded
 from support.processes import file_limit
 from support.resuming import as_text
 

@@ -15,7 +15,8 @@ import torch
 import train_grpo
 import train_ppo
 from minirl.run.flags import parse
-from minirl.training.sharded_model import ShardedModel, full_tensor
+from minirl.training.sharded_model import ShardedModel
+from support.models import full_tensor
 from support.scripts import read_metrics, read_rollouts, write_rows
 from support.texts import TOKENS, save_tokenizer
 

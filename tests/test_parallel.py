@@ -24,10 +24,9 @@ from minirl.training.batch import (
     sequence_infos_from_lengths,
 )
 from minirl.training.scoring import score_batch
-from minirl.training.sharded_model import full_tensor
 from support.engines import CPU, make_engine
 from support.marks import slow
-from support.models import RAW_CONFIG, adamw, make_folder, sharded
+from support.models import RAW_CONFIG, adamw, full_tensor, make_folder, sharded
 from support.rollouts import in_two_branches, rollout_of, sampled
 
 

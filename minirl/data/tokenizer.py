@@ -69,8 +69,7 @@ class Tokenizer:
     @functools.cached_property
     def special_tokens(self) -> dict[int, str]:
         """The special tokens, keyed by id."""
-        added_tokens = self.backend.added_tokens_decoder.items()
-        return {i: str(token) for i, token in added_tokens if token.special}
+        return {i: str(token) for i, token in self.backend.added_tokens_decoder.items() if token.special}
 
     def encode_text(self, text: str, origin: str) -> list[int]:
         """Return the token ids of a text. No special tokens are added, but the text may spell out special tokens.
@@ -88,8 +87,7 @@ class Tokenizer:
 
     def with_bos(self, ids: list[int]) -> list[int]:
         """Prepend the BOS token to the ids of a text, unless the ids already begin with BOS."""
-        has_bos = ids[: len(self.bos_ids)] == self.bos_ids  # the text spells out the BOS token
-        return ids if has_bos else self.bos_ids + ids
+        return ids if ids[: len(self.bos_ids)] == self.bos_ids else self.bos_ids + ids
 
     def encode_appended(self, text: str, origin: str) -> list[int]:
         """Return the token ids of a text that follows other tokens. The ids decode to exactly this text.

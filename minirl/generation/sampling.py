@@ -28,8 +28,7 @@ Number = TypeVar("Number", int, Tensor)
 
 def _to_signed(x: int) -> int:
     """Reinterpret an unsigned 64-bit number as a signed number."""
-    is_negative = x >> 63
-    return x - (1 << 64) if is_negative else x
+    return x - ((x >> 63) << 64)
 
 
 # Constants of splitmix64 (Steele et al., OOPSLA 2014).
@@ -53,8 +52,7 @@ def _splitmix64(x: Number) -> Number:
 
 def _shift_right(x: Number, bits: int) -> Number:
     """Return the logical right shift of the low 64 bits of x: an arithmetic shift whose sign bits are masked off."""
-    bit_mask = (1 << (64 - bits)) - 1
-    return (x >> bits) & bit_mask
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def request_key(seed: int, *, purpose: str, prompt_ordinal: int, sample: int, branch: int = 0) -> int:
@@ -77,8 +75,7 @@ def seeded_uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """Return uniform random numbers, fp64 [B], in [0, 1) for int64 `keys` [B] and token `positions` [B]."""
     random_bits = _splitmix64(_splitmix64(keys) + positions)
     # A double represents 53 bits exactly, so the upper 53 of the 64 bits become a multiple of 2^-53.
-    upper_bits = _shift_right(random_bits, 11)
-    return upper_bits.double() * 2.0**-53
+    return _shift_right(random_bits, 11).double() * 2.0**-53
 
 
 def sample_by_inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:

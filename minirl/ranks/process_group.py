@@ -179,6 +179,6 @@ def barrier() -> None:
 
 @spent_on("wait_ranks")
 def all_reduce_sum(values: Tensor) -> Tensor:
-    """Sum a host tensor across ranks, in place (collective)."""
+    """Sum a tensor across ranks, in place (collective)."""
     dist.all_reduce(values)
     return values

@@ -172,8 +172,9 @@ class _Process:
 
 
 def _exit_description(code: int) -> str:
-    status = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
-    return f"ended its process, {status}"
+    if code < 0:
+        return f"ended its process, signal {-code} ({signal.strsignal(-code)})"
+    return f"ended its process, exit code {code}"
 
 
 async def _start_process(source: str, name: str) -> asyncio.subprocess.Process:

@@ -64,6 +64,11 @@ def sharded(
     return ShardedModel(config, folder, dtype=dtype, device=torch.device("cpu"), **options)
 
 
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Gather a sharded tensor (collective), or return any other tensor."""
+    return getattr(tensor, "full_tensor", tensor.detach)()
+
+
 def adamw(model: ShardedModel, weight_decay: float = 0.0) -> torch.optim.AdamW:
     return model.make_optimizer(betas=(0.9, 0.95), weight_decay=weight_decay)
 
