@@ -19,7 +19,7 @@ def dataset_objects(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     refuse(
         source.endswith((".jsonl", ".json", ".parquet")) and not os.path.exists(source),
-        f"there is no file {source}",
+        f"no such file: {source}",
     )
     try:
         import datasets
