@@ -18,8 +18,7 @@ def dataset_objects(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
     InputError, naming the source and, if SPLIT is missing or unknown, the available splits.
     """
     refuse(
-        source.endswith((".jsonl", ".json", ".parquet")) and not os.path.exists(source),
-        f"no such file: {source}",
+        source.endswith((".jsonl", ".json", ".parquet")) and not os.path.exists(source), f"no file {source}"
     )
     try:
         import datasets
