@@ -81,14 +81,11 @@ class Branch:
     """A branch as recorded in the file: ids, sampled mask, finish reason, and the rollout's reward and advantage."""
 
     def __init__(self, line, number, tokenizer):
-        def ids_of(text):
-            return tokenizer(text, add_special_tokens=False)["input_ids"]
-
         self.ids = tokenizer(line["prompt"])["input_ids"] if number == 0 else []
         self.mask = [False] * len(self.ids)
         for segment in line["segments"]:
             if segment["branch"] == number:
-                new = ids_of(segment["text"])
+                new = tokenizer(segment["text"], add_special_tokens=False)["input_ids"]
                 assert len(new) == segment["num_tokens"]
                 self.ids += new
                 self.mask += [segment["kind"] == "sampled"] * len(new)

@@ -134,6 +134,7 @@ SHARDED = {"shard_gradients": True}
 LAYOUTS = [
     slow("one_rank", SHARDED),
     slow("two_ranks", {}),
+    slow("two_ranks", {"bucket_size": 100_000}),  # a small model, which is a single FSDP unit
     pytest.param("two_ranks", SHARDED),
     slow("four_ranks", SHARDED),
 ]

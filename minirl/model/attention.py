@@ -272,15 +272,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, windo
     kernel = kernel_for(q.device, q.dtype, q.shape[-1])
     if kernel != "portable":
         return _attend_varlen(q, k, v, layout, window, kernel)
-    index = layout.memoize(_portable_index, window, k.shape[1])
+    index = layout.memoize(portable_attention.build_packed_index, window, k.shape[1])
     return portable_attention.attend_packed(q, k, v, index)
-
-
-def _portable_index(
-    layout: PackedLayout, window: int | None, num_kv_heads: int
-) -> portable_attention.PackedIndex:
-    """Build the portable kernel's index for this window and number of KV heads."""
-    return portable_attention.build_packed_index(layout.sequences, layout.hidden_index, window, num_kv_heads)
 
 
 def _attend_varlen(

@@ -31,8 +31,9 @@ from minirl.model.weights import check_shape, check_weights, fill_parameter, loa
 from minirl.ranks.process_group import all_reduce_sum, world_size
 from minirl.ranks.time_account import spent_on, wait_for_device
 
-# Parameters per gather in `refresh_compute_weights`; with fewer per gather, ranks would wait more often.
-GATHER_BATCH = 8
+# Minimum number of weights per gather in `refresh_compute_weights`; a smaller model is a single FSDP unit. With smaller
+# gathers and one unit per layer, two ranks would wait for each other for a sixth of a small model's step.
+BUCKET_SIZE = 10_000_000
 
 
 class ShardedModel:
@@ -134,7 +135,7 @@ class ShardedModel:
     def _shard_units(
         self, device: torch.device, ignored: set[torch.nn.Parameter], *, offload_optimizer: bool
     ) -> None:
-        """Wrap the units in FSDP, except for the ignored parameters (collective)."""
+        """Wrap the module and, in a large model, each layer in FSDP, except for the ignored parameters (collective)."""
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         precision_policy = MixedPrecisionPolicy(
@@ -146,7 +147,9 @@ class ShardedModel:
             CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload_optimizer else OffloadPolicy()
         )
         mesh = init_device_mesh(device.type, (world_size(),))
-        for unit in [*self.module.layers, self.module]:
+        num_weights = sum(parameter.numel() for parameter in self.module.parameters())
+        layers: Any = self.module.layers if self._shards_weights or num_weights >= BUCKET_SIZE else []
+        for unit in [*layers, self.module]:
             reshards = self._shards_weights and unit is not self.module
             fully_shard(
                 unit,
@@ -310,8 +313,8 @@ class ShardedModel:
     def refresh_compute_weights(self) -> None:
         """Copy the master weights into the compute weights, in place (collective).
 
-        A refresh temporarily needs twice the memory of GATHER_BATCH parameters, but no extra memory on a single rank
-        whose master weights are on the device.
+        A refresh temporarily needs twice the memory of a bucket: of BUCKET_SIZE weights or the largest parameter. A
+        single rank whose master weights are on the device needs no extra memory.
         """
         # Copies from host memory are asynchronous. The copies finish before the optimizer next writes to the master
         # weights, because the optimizer needs gradients that are computed with the copied weights.
@@ -320,16 +323,21 @@ class ShardedModel:
 
     def _copy_to_compute_weights(self, parameters: Mapping[str, Tensor]) -> None:
         """Copy sharded parameters (this rank's rows, or all) into compute weights of the same names (collective)."""
-        gathered: list[tuple[Tensor, Tensor]] = []  # weights, and this rank's shards
+        bucket: list[tuple[Tensor, Tensor]] = []  # weights, and this rank's shards
         for name, weight in self.compute_weights.items():
-            if name in parameters and weight is not parameters[name]:
-                shard = _local_shard(parameters[name])
-                if len(weight) < len(parameters[name]) or world_size() == 1:
-                    weight[: len(shard)].copy_(shard, non_blocking=True)
-                else:
-                    gathered.append((weight, shard))
-        for start in range(0, len(gathered), GATHER_BATCH):
-            self._gather_weights(gathered[start : start + GATHER_BATCH])
+            parameter = parameters.get(name, weight)
+            if weight is parameter:
+                continue
+            shard = _local_shard(parameter)
+            if len(weight) < len(parameter) or world_size() == 1:
+                weight[: len(shard)].copy_(shard, non_blocking=True)
+                continue
+            bucket.append((weight, shard))
+            if sum(weight.numel() for weight, _ in bucket) >= BUCKET_SIZE:
+                self._gather_weights(bucket)
+                bucket = []
+        if bucket:
+            self._gather_weights(bucket)
 
     def _gather_weights(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """All-gather the shards of all ranks into the full weights (collective).
@@ -362,9 +370,9 @@ def make_full_storage(module: Transformer, frozen: Mapping[str, Tensor], device:
     for parameter in frozen.values():
         parameter.data = parameter.data.to(device)
     # FSDP keeps the buffers of the last gather, so the root, with its large embedding, must not be gathered last.
-    units: list[Any] = [module, *reversed(module.layers)]
-    for unit in units:
-        unit.unshard()
+    for unit in module.modules():
+        if hasattr(unit, "unshard"):
+            unit.unshard()  # type: ignore[operator]
     decoder = make_meta_model(module.config)
     # Include both names of a tied parameter.
     _assign_weights(decoder, dict(module.named_parameters(remove_duplicate=False)))

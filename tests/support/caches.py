@@ -16,20 +16,15 @@ from minirl.model.portable_attention import BLOCK
 CPU = torch.device("cpu")
 
 
-def cache_config(windows: dict[int, int | None], *, num_kv_heads: int, groups: int, head_dim: int) -> Any:
-    """Return the config fields that a cache reads, for a model with attention in these layers."""
-    return SimpleNamespace(
-        attention_windows=windows,
-        delta_net=None,
-        num_key_value_heads=num_kv_heads,
-        num_attention_heads=num_kv_heads * groups,
-        head_dim=head_dim,
-    )
-
-
 def make_cache(window: int | None, groups: int, dim: int, dtype: torch.dtype) -> tuple[KVCache, list[int]]:
     """Return a random cache and its rows: prompts, forks, and rows decoded past a block border."""
-    config = cache_config({0: window}, num_kv_heads=2, groups=groups, head_dim=dim)
+    config: Any = SimpleNamespace(
+        attention_windows={0: window},
+        delta_net=None,
+        num_key_value_heads=2,
+        num_attention_heads=2 * groups,
+        head_dim=dim,
+    )
     cache = KVCache(config, num_tokens=96 * BLOCK, max_sequences=32, dtype=dtype, device=CPU)
     parents = [cache.blocks.add(length) for length in (1, 64, 127, 128, 131, 300)]
     rows = [*parents, *cache.fork(parents[4], 2), *cache.fork(parents[3], 1), *cache.fork(parents[5], 16)]

@@ -11,6 +11,7 @@ from minirl.model.config import Adapters
 from minirl.model.families import config_from_dict, read_config
 from minirl.model.transformer import Transformer
 from minirl.model.weights import write_folder
+from minirl.training import sharded_model
 from minirl.training.sharded_model import ShardedModel
 
 # Odd sizes, so that neither the vocabulary nor the MLP is divisible by two ranks.
@@ -57,9 +58,14 @@ def sharded(
     *,
     scalar_head: bool = False,
     adapters: Adapters | None = None,
+    bucket_size: int = 3000,
     **options: Any,
 ) -> ShardedModel:
-    """Return the folder's model, sharded over all ranks on the CPU."""
+    """Return the folder's model, sharded over all ranks on the CPU.
+
+    By default, it is sharded like a large model: with one FSDP unit per layer and several gathers per refresh.
+    """
+    sharded_model.BUCKET_SIZE = bucket_size
     config = dataclasses.replace(read_config(folder), scalar_head=scalar_head, adapters=adapters)
     return ShardedModel(config, folder, dtype=dtype, device=torch.device("cpu"), **options)
 
