@@ -16,7 +16,7 @@ tokens (see `attention.PackedLayout`).
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,9 +25,8 @@ from torch import Tensor
 
 from minirl.model import batch_invariance
 
-if TYPE_CHECKING:
-    from minirl.model.attention import PackedLayout
-
+# An `attention.Sequence`: the length, the parent, and the number of tokens shared with the parent.
+_PackedSequence = tuple[int, int | None, int]
 # Blocks of a pool, and the rows to multiply by these blocks. Every (block, KV head) pair has the same number of rows.
 _BlockSet = tuple[slice | Tensor, slice]
 # Number of tokens per key block, and per cache block on the CPU. Masked keys cost as much as visible keys, so short
@@ -130,8 +129,8 @@ class _QuerySpan(NamedTuple):
     first_key: int  # start position of the oldest key block that the first query attends to
 
 
-def build_packed_index(layout: "PackedLayout", window: int | None, num_kv_heads: int) -> PackedIndex:
-    """Build the index for attention over packed sequences.
+def build_packed_index(layout: Any, window: int | None, num_kv_heads: int) -> PackedIndex:
+    """Build the index for attention over packed sequences, given their `attention.PackedLayout`.
 
     Tokens that a sequence shares with its parent have no queries in that sequence, because the model processes these
     tokens as part of the parent.
@@ -150,7 +149,7 @@ def build_packed_index(layout: "PackedLayout", window: int | None, num_kv_heads:
     device = layout.hidden_index.device
     hidden_index = layout.hidden_index.cpu()
     query_blocks: list[_QueryBlocks] = []
-    for (num_key_blocks, num_queries), spans in _query_spans(layout, window).items():
+    for (num_key_blocks, num_queries), spans in _query_spans(layout.sequences, window).items():
         # Each of these four tensors is [n, 1]: one number per query block.
         sequence_start, first_query, end, first_key = torch.tensor(spans).T.unsqueeze(2)
         query = first_query + torch.arange(num_queries)  # [n, R]
@@ -177,12 +176,14 @@ def build_packed_index(layout: "PackedLayout", window: int | None, num_kv_heads:
     return PackedIndex(query_blocks, torch.from_numpy(output_index).to(device))
 
 
-def _query_spans(layout: "PackedLayout", window: int | None) -> dict[tuple[int, int], list[_QuerySpan]]:
+def _query_spans(
+    sequences: Iterable[_PackedSequence], window: int | None
+) -> dict[tuple[int, int], list[_QuerySpan]]:
     """Split sequences into query blocks, grouped by shape: the number of key blocks and the number of queries R."""
     spans: dict[tuple[int, int], list[_QuerySpan]] = {}
     max_queries = QUERY_BLOCK_SIZES[-1]
     sequence_start = 0
-    for length, _, num_shared_tokens in layout.sequences:
+    for length, _, num_shared_tokens in sequences:
         for first_query in range(num_shared_tokens, length, max_queries):
             end = min(first_query + max_queries, length)
             num_queries = next(size for size in QUERY_BLOCK_SIZES if size >= end - first_query)
