@@ -313,7 +313,7 @@ class ShardedModel:
     def refresh_compute_weights(self) -> None:
         """Copy the master weights into the compute weights, in place (collective).
 
-        A refresh temporarily needs twice the memory of a bucket: of BUCKET_SIZE weights or the largest parameter. A
+        A refresh temporarily needs twice the memory of a bucket (at most BUCKET_SIZE weights plus one parameter). A
         single rank whose master weights are on the device needs no extra memory.
         """
         # Copies from host memory are asynchronous. The copies finish before the optimizer next writes to the master
