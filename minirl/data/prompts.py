@@ -164,8 +164,7 @@ class PromptStream:
     def row(self, prompt_ordinal: int) -> Row:
         """Return a copy of a prompt's row; the caller may modify the copy."""
         row = self._rows[self.row_index(prompt_ordinal)]
-        prompt, columns, tools = copy.deepcopy((row.prompt, row.columns, row.tools))
-        return dataclasses.replace(row, prompt=prompt, columns=columns, tools=tools)
+        return type(row)(*map(copy.deepcopy, vars(row).values()))
 
     def _shuffled_index(self, prompt_ordinal: int) -> int:
         epoch, position = divmod(prompt_ordinal, self.num_prompts)

@@ -75,7 +75,7 @@ class Attention(nn.Module):
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """View [T, heads x C] as [T, heads, C]."""
-        return x.unflatten(1, (-1, self.config.head_dim))
+        return x.view(len(x), -1, self.config.head_dim)
 
 
 class MLP(nn.Module):
