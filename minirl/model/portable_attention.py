@@ -130,7 +130,9 @@ class _QuerySpan(NamedTuple):
 
 
 def build_packed_index(layout: Any, window: int | None, num_kv_heads: int) -> PackedIndex:
-    """Build the index for attention over packed sequences, given their `attention.PackedLayout`.
+    """Build the index for attention over packed sequences.
+
+    layout: the sequences' `attention.PackedLayout`, untyped because importing the type would close an import cycle.
 
     Tokens that a sequence shares with its parent have no queries in that sequence, because the model processes these
     tokens as part of the parent.

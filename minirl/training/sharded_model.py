@@ -31,8 +31,9 @@ from minirl.model.weights import check_shape, check_weights, fill_parameter, loa
 from minirl.ranks.process_group import all_reduce_sum, world_size
 from minirl.ranks.time_account import spent_on, wait_for_device
 
-# Minimum number of weights per gather in `refresh_compute_weights`; a smaller model is a single FSDP unit. With smaller
-# gathers and one unit per layer, two ranks would wait for each other for a sixth of a small model's step.
+# Minimum number of weights per gather in `refresh_compute_weights`, except for the last gather. A model with fewer
+# weights is a single FSDP unit: with one unit per layer and smaller gathers, a step of the bundled model on two ranks
+# took a fifth longer.
 BUCKET_SIZE = 10_000_000
 
 
@@ -71,9 +72,9 @@ class ShardedModel:
     ):
         """Load this rank's shard of the folder's weights, and gather the compute weights in `dtype`.
 
-        shard_gradients: sum gradients across ranks in each microbatch, unit by unit, so that a rank keeps its shard
-        of the gradients plus one unit's full gradients. Otherwise each rank keeps all gradients until the last
-        microbatch.
+        shard_gradients: sum gradients across ranks in each microbatch, one FSDP unit (a layer, or a small model) at a
+        time, so that a rank keeps its shard of the gradients plus one unit's full gradients. Otherwise each rank keeps
+        all gradients until the last microbatch.
 
         offload_optimizer: keep master weights, sharded gradients and optimizer state in host memory (pinned, for copies
         to and from a GPU), and run the optimizer there. On the CPU, `offload_optimizer` has no effect.
@@ -135,7 +136,10 @@ class ShardedModel:
     def _shard_units(
         self, device: torch.device, ignored: set[torch.nn.Parameter], *, offload_optimizer: bool
     ) -> None:
-        """Wrap the module and, in a large model, each layer in FSDP, except for the ignored parameters (collective)."""
+        """Wrap the module and, unless the model is small, each of its layers in FSDP (collective).
+
+        ignored: parameters that FSDP leaves unsharded.
+        """
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         precision_policy = MixedPrecisionPolicy(
@@ -324,6 +328,7 @@ class ShardedModel:
     def _copy_to_compute_weights(self, parameters: Mapping[str, Tensor]) -> None:
         """Copy sharded parameters (this rank's rows, or all) into compute weights of the same names (collective)."""
         bucket: list[tuple[Tensor, Tensor]] = []  # weights, and this rank's shards
+        bucket_size = 0
         for name, weight in self.compute_weights.items():
             parameter = parameters.get(name, weight)
             if weight is parameter:
@@ -333,9 +338,10 @@ class ShardedModel:
                 weight[: len(shard)].copy_(shard, non_blocking=True)
                 continue
             bucket.append((weight, shard))
-            if sum(weight.numel() for weight, _ in bucket) >= BUCKET_SIZE:
+            bucket_size += weight.numel()
+            if bucket_size >= BUCKET_SIZE:
                 self._gather_weights(bucket)
-                bucket = []
+                bucket, bucket_size = [], 0
         if bucket:
             self._gather_weights(bucket)
 
@@ -369,7 +375,8 @@ def make_full_storage(module: Transformer, frozen: Mapping[str, Tensor], device:
     """Gather the full weights into the module's parameters on each rank (collective)."""
     for parameter in frozen.values():
         parameter.data = parameter.data.to(device)
-    # FSDP keeps the buffers of the last gather, so the root, with its large embedding, must not be gathered last.
+    # FSDP keeps the buffers of the last gather, so the root, with its large embedding, should not be gathered last.
+    # `modules()` begins with the root.
     for unit in module.modules():
         if hasattr(unit, "unshard"):
             unit.unshard()  # type: ignore[operator]

@@ -74,9 +74,8 @@ class ForkedScript:
 
 def _run_script(command: list[str], environment: dict[str, str], output: str, folder: str) -> None:
     os.setsid()
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a background job inherits that SIGINT is ignored
+    # Background jobs ignore SIGINT, and their child processes inherit this.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(file, descriptor)

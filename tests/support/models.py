@@ -63,7 +63,7 @@ def sharded(
 ) -> ShardedModel:
     """Return the folder's model, sharded over all ranks on the CPU.
 
-    By default, it is sharded like a large model: with one FSDP unit per layer and several gathers per refresh.
+    With the default bucket size, it has one FSDP unit per layer and several gathers per refresh, like a large model.
     """
     sharded_model.BUCKET_SIZE = bucket_size
     config = dataclasses.replace(read_config(folder), scalar_head=scalar_head, adapters=adapters)
