@@ -449,7 +449,8 @@ def _multiply_blocks(
     """
     products = []
     for blocks, row_slice in block_sets:
-        matrices = pool[blocks].flatten(0, 1)  # [blocks x K, i, j]
+        selected = pool[blocks] if isinstance(blocks, slice) else pool.index_select(0, blocks)
+        matrices = selected.flatten(0, 1)  # [blocks x K, i, j]
         block_rows = rows[row_slice].view(len(matrices), -1, rows.shape[1])
         products.append(batch_invariance.bmm(block_rows, matrices).flatten(0, 1))
     return products[0] if len(products) == 1 else torch.cat(products)
