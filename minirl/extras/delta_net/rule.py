@@ -71,8 +71,8 @@ def index_chunks(layout: PackedLayout) -> ChunkIndex:
         sequences = [torch.tensor([num_rows])]  # padding, so that every parameter gets a gradient
     chunks = []  # [n, DELTA_CHUNK] per sequence
     for rows in sorted(sequences, key=len, reverse=True):
-        num_missing_groups = -len(rows) % DELTA_CHUNK
-        padded = F.pad(rows, (0, num_missing_groups), value=num_rows)
+        num_missing_rows = -len(rows) % DELTA_CHUNK
+        padded = F.pad(rows, (0, num_missing_rows), value=num_rows)
         chunks.append(padded.view(-1, DELTA_CHUNK))
     rounds = pack_sequence(chunks)
     all_rows = rounds.data.flatten()
@@ -186,23 +186,9 @@ def run_row(
     states.keys[slots, :, :, column] = rows.k
     states.decays[slots, :, column] = rows.decay
 
-    # The rows of the N states to read, and the index of each sequence among these rows.
-    state_rows: slice | Tensor = slots
-    sequence = torch.arange(len(slots), device=slots.device)
-    state_index = sequence
-    if slots.device.type == "cpu" and int(slots.max()) < 2 * len(slots):
-        # Read all states in place, up to the highest slot: copying would slow down a step with 64 sequences by up to a
-        # third.
-        state_rows = slice(int(slots.max()) + 1)
-        state_index = slots
-    state, keys, updates, decays = (pool[state_rows] for pool in states[1:])
-
-    # The sequence for each state. Idle slots repeat the computation for the first sequence, and the results are
-    # discarded.
-    sequence_at = slots.new_zeros(len(state))
-    sequence_at[state_index] = sequence
-    q, k, v, _, beta = (x[sequence_at] for x in rows)  # [N, H, ...]
-    own_column = column[sequence_at][:, None, None]
+    state, keys, updates, decays = (pool.index_select(0, slots) for pool in states[1:])
+    q, k, v, _, beta = rows
+    own_column = column[:, None, None]
 
     # In A, a row interacts only with earlier rows; in the weights, a row also interacts with itself.
     columns = torch.arange(DELTA_CHUNK, device=slots.device)
@@ -224,13 +210,12 @@ def run_row(
     state_products = _stack_padded(num_padded, k_in, q_in) @ state
     rhs = v * beta[..., None] - state_products[..., 0, :]
     update = _solve_row(a * beta[..., None], rhs, updates)
-    update = update[state_index]
-    updates[state_index, :, column] = update  # for the matmul below, in case `updates` is a copy
+    sequence = torch.arange(len(slots), device=slots.device)
+    updates[sequence, :, column] = update  # in the copy, for the matmul below
     states.updates[slots, :, column] = update
 
     weighted_updates = _stack_padded(num_padded, weights) @ updates
-    out = state_products[..., 1, :] + weighted_updates[..., 0, :]
-    return out[state_index]
+    return state_products[..., 1, :] + weighted_updates[..., 0, :]
 
 
 def _stack_padded(num_padded: int, *rows: Tensor) -> Tensor:
@@ -239,8 +224,8 @@ def _stack_padded(num_padded: int, *rows: Tensor) -> Tensor:
     A matmul with fewer rows might dispatch to a different kernel.
     """
     stacked = torch.stack(rows, 2)
-    num_missing_groups = num_padded - len(rows)
-    return F.pad(stacked, (0, 0, 0, num_missing_groups))
+    num_missing_rows = num_padded - len(rows)
+    return F.pad(stacked, (0, 0, 0, num_missing_rows))
 
 
 def _solve_row(a: Tensor, rhs: Tensor, solved: Tensor) -> Tensor:
