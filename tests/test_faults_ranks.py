@@ -349,7 +349,8 @@ shutil.copytree({str(embedded_model)!r}, own)
 (own / "a/lock").touch()
 weights = (own / "model.safetensors").read_bytes()
 (own / "model.safetensors").write_bytes(weights[:-1000] + bytes([rank]) * 1000)
-(own / "rows").write_text((json.dumps(dict(prompt="12")) + chr(10)) * (rank + 1))
+rows = [json.dumps(dict(prompt=text)) for text in ("1", "12")]
+(own / "rows").write_text(chr(10).join(rows[:: 1 - 2 * rank]))
 joined()
 names = ("runs", "model", "data", "command")
 for differing in (*names, "restarts", "devices"):
@@ -368,11 +369,11 @@ for differing in (*names, "restarts", "devices"):
 """
     said = outputs_of(tmp_path, body, [0, 0])
     node = socket.gethostname()
-    different = f" must be the same on all nodes, but {node} and {node} differ\n"
+    different = f" must be the same on all ranks, but ranks on {node} and {node} disagree\n"
     for message in (
         f"/a: the run folder ($MINIRL_RUNS){different}",
         f".: the weights{different}",
-        f"the prompts{different}",
+        f"the prompts and their order{different}",
         f"the command line and the device type{different}",
         "--max-restarts: works only on one node",
         "use --nproc-per-node 1, or set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU\n",

@@ -24,9 +24,9 @@ class PromptStream:
     `prompt_ordinal` numbers the prompts drawn over the whole run. A prompt's row is a pure function of (seed,
     prompt_ordinal). Prompts are tokenized when they are drawn.
 
-    longest_prompt: length of the longest prompt in tokens. row_index: function that maps a prompt_ordinal to the index
-    of the prompt's row. A curriculum may assign another function, which must keep returning the same index for as
-    long as the prompt is in use: throughout a step, and after a resume.
+    prompt_lengths: number of tokens in each prompt, in the order of the rows. row_index: function that maps a
+    prompt_ordinal to the index of the prompt's row. A curriculum may assign another function, which must keep returning
+    the same index for as long as the prompt is in use: throughout a step, and after a resume.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class PromptStream:
         lengths = [len(ids) for ids in tokenizer.encode_all(rows)]
         max_prompt_tokens = max_tokens - max_new_tokens
         self._rows = [row for row, length in zip(rows, lengths, strict=True) if length <= max_prompt_tokens]
-        self.longest_prompt = max((length for length in lengths if length <= max_prompt_tokens), default=0)
+        self.prompt_lengths = [length for length in lengths if length <= max_prompt_tokens]
         self._notes = tokenizer.template_notes(rows[0].prompt) if rows else []
         if len(self._rows) < len(rows):
             self._notes.append(self._note_on_long_prompts(rows, lengths, max_prompt_tokens))

@@ -49,7 +49,7 @@ def print_plan(
             config, task, folder, tools=tools, user_rollout=user_rollout, scalar_head=scalar_head
         )
     print0(
-        f"data     {prompts.num_prompts:,} prompts, the longest {prompts.longest_prompt:,} tokens; "
+        f"data     {prompts.num_prompts:,} prompts, the longest {max(prompts.prompt_lengths):,} tokens; "
         f"{held_out.num_prompts:,} held out"
     )
     for note in prompts.notes(per_step=config.prompts_per_step) + held_out.notes():

@@ -167,7 +167,7 @@ def require_same(value: Any, what: str) -> None:
     for other, node in gather_objects((value, socket.gethostname())):
         refuse(
             other != value,
-            f"{what} must be the same on all nodes, but {node} and {socket.gethostname()} differ",
+            f"{what} must be the same on all ranks, but ranks on {node} and {socket.gethostname()} disagree",
         )
 
 

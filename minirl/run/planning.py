@@ -113,7 +113,7 @@ def make_workload(
     be used.
     """
     # Streams skip prompts that leave fewer than `max_new_tokens` tokens for the completion.
-    max_sequence_tokens = max(prompts.longest_prompt, held_out.longest_prompt) + prompts.max_new_tokens
+    max_sequence_tokens = max(prompts.prompt_lengths + held_out.prompt_lengths) + prompts.max_new_tokens
     trained_models = [policy]
     value_models_share_base = False
     if config.num_value_models:

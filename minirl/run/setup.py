@@ -102,7 +102,7 @@ class Setup:
                 scalar_head=scalar_head,
             )
             self.tokenizer = self.prompts.tokenizer
-            require_same((self.prompts.num_prompts, self.prompts.longest_prompt), "the prompts")
+            require_same(self.prompts.prompt_lengths, "the prompts and their order")
             self._choose_sizes()
             self._load_rewards(trained if rewards is None else rewards, logged)
 
