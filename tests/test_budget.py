@@ -127,7 +127,7 @@ def test_the_cache_takes_what_the_budget_says():
     needed = compute_budget(work, sizes)
     assert needed.decoding_bytes["cache"] == cache.pool.keys.nbytes + cache.pool.values.nbytes
     of_states = sum(
-        pool.nbytes for layer in config.delta_net.layers for pool in cache.pool.recurrent_states.layer(layer)
+        pool.nbytes for layer in config.delta_net.layers for pool in cache.pool.recurrent_states.layers[layer]
     )
     assert needed.decoding_bytes["requests"] == of_states + 4 * 2 * 16 * config.vocab_size
     eager = compute_budget(work, replace(sizes, shard_weights=True))

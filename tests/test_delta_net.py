@@ -86,7 +86,7 @@ def test_a_reused_slot_holds_nothing_of_the_sequence_before(dtype):
         cache = engine._cache
         free = (cache.blocks.lengths[: engine.max_running_requests + 1] == 0).nonzero()[0]
         for layer in model.config.delta_net.layers:
-            for pool in cache.pool.recurrent_states.layer(layer):
+            for pool in cache.pool.recurrent_states.layers[layer]:
                 pool[free] = torch.nan
         rollouts |= {rollout.rollout_id: rollout for rollout in engine.step()}
     for rollout in expected:

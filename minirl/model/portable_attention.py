@@ -438,20 +438,20 @@ def decode(
     return _sum_in_order(out.unbind(2)).to(q.dtype)
 
 
-def _multiply_blocks(
-    rows: Tensor,
-    pool: Tensor,
-    block_sets: Sequence[_BlockSet],
-) -> Tensor:
+def select_rows(pool: Tensor, rows: slice | Tensor) -> Tensor:
+    """Return these rows of a cache pool: a view for a slice, a copy for row indices int64 [n]."""
+    # On the CPU, `index_select` copies large rows 4 to 5 times as fast as `pool[rows]`.
+    return pool[rows] if isinstance(rows, slice) else pool.index_select(0, rows)
+
+
+def _multiply_blocks(rows: Tensor, pool: Tensor, block_sets: Sequence[_BlockSet]) -> Tensor:
     """Multiply rows [slots x g, i] by the matrices [i, j] of their blocks in the pool [S, K, i, j].
 
     Rows are ordered by block set, block and KV head. Returns [slots x g, j].
     """
     products = []
     for blocks, row_slice in block_sets:
-        # On the CPU, index_select copies blocks 4 to 5 times as fast as `pool[blocks]`.
-        selected = pool[blocks] if isinstance(blocks, slice) else pool.index_select(0, blocks)
-        matrices = selected.flatten(0, 1)  # [blocks x K, i, j]
+        matrices = select_rows(pool, blocks).flatten(0, 1)  # [blocks x K, i, j]
         block_rows = rows[row_slice].view(len(matrices), -1, rows.shape[1])
         products.append(batch_invariance.bmm(block_rows, matrices).flatten(0, 1))
     return products[0] if len(products) == 1 else torch.cat(products)

@@ -31,7 +31,7 @@ from minirl.model.weights import check_shape, check_weights, fill_parameter, loa
 from minirl.ranks.process_group import all_reduce_sum, world_size
 from minirl.ranks.time_account import spent_on, wait_for_device
 
-# Minimum number of weights per gather in `refresh_compute_weights`, except for the last gather. A model with fewer
+# Minimum number of weights per gather in `refresh_compute_weights`; the last gather may be smaller. A model with fewer
 # weights is a single FSDP unit: with one unit per layer and smaller gathers, a step of the bundled model on two ranks
 # took a fifth longer.
 BUCKET_SIZE = 10_000_000

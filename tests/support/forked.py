@@ -74,7 +74,7 @@ class ForkedScript:
 
 def _run_script(command: list[str], environment: dict[str, str], output: str, folder: str) -> None:
     os.setsid()
-    # Background jobs ignore SIGINT, and their child processes inherit this.
+    # Background jobs ignore SIGINT, and child processes inherit that, so restore Python's default handler.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):

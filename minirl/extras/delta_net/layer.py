@@ -40,13 +40,7 @@ class GatedDeltaNet(nn.Module):
         self.in_proj_z = Linear(hidden_size, shape.num_value_channels, bias=False)
         self.in_proj_b = Linear(hidden_size, num_heads, bias=False)
         self.in_proj_a = Linear(hidden_size, num_heads, bias=False)
-        self.conv1d = nn.Conv1d(
-            channels,
-            channels,
-            shape.kernel_size,
-            groups=channels,
-            bias=False,
-        )
+        self.conv1d = nn.Conv1d(channels, channels, shape.kernel_size, groups=channels, bias=False)
         self.dt_bias = nn.Parameter(torch.ones(num_heads))
         self.A_log = nn.Parameter(torch.zeros(num_heads))
         self.norm = nn.RMSNorm(shape.value_head_dim, config.rms_norm_eps)
@@ -69,14 +63,7 @@ class GatedDeltaNet(nn.Module):
         if isinstance(layout, DecodeLayout):
             out = self._run_decode(mixed, decay, beta, layout)
         elif self.recomputes:
-            out = checkpoint(
-                self._run_packed,
-                mixed,
-                decay,
-                beta,
-                layout,
-                use_reentrant=False,
-            )
+            out = checkpoint(self._run_packed, mixed, decay, beta, layout, use_reentrant=False)
         else:
             out = self._run_packed(mixed, decay, beta, layout)
 
@@ -102,7 +89,7 @@ class GatedDeltaNet(nn.Module):
             return delta_rule.run_chunks(rows, chunks)
 
         # A sequence's newest inputs are the inputs of its last row.
-        states = slot_mapping.pool.recurrent_states.layer(self.layer)
+        states = slot_mapping.pool.recurrent_states.layers[self.layer]
         last_rows = layout.cu_seqlens[1:].long() - 1  # [sequences]
         newest_inputs = padded[windows[:, last_rows]]  # [kernel, sequences, channels]
         window_index = self._window_index(slot_mapping.rows, layout.positions[last_rows])
@@ -111,7 +98,7 @@ class GatedDeltaNet(nn.Module):
 
     def _run_decode(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: DecodeLayout) -> Tensor:
         """Return the rule's outputs [B, heads, C] for the next tokens of cached sequences, and update their states."""
-        states = layout.slot_mapping.pool.recurrent_states.layer(self.layer)
+        states = layout.slot_mapping.pool.recurrent_states.layers[self.layer]
         num_padded = delta_rule.padded_rows(self.shape, mixed.device)
         kernel_size = self.shape.kernel_size
         out = decay.new_empty(*decay.shape, self.shape.value_head_dim)
@@ -123,13 +110,7 @@ class GatedDeltaNet(nn.Module):
             window = states.inputs[window_index]  # [n, kernel, channels]
             convolved = delta_rule.convolve(window.unbind(1), self.conv1d.weight)
             rows = self._delta_rows(convolved, decay[token_index], beta[token_index])
-            out[token_index] = delta_rule.run_row(
-                rows,
-                states,
-                slots,
-                positions,
-                num_padded=num_padded,
-            )
+            out[token_index] = delta_rule.run_row(rows, states, slots, positions, num_padded=num_padded)
         return out
 
     def _window_index(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

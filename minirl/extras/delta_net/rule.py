@@ -29,6 +29,7 @@ from minirl.extras.delta_net.states import DELTA_CHUNK, DeltaStates, StateCache,
 from minirl.model.attention import PackedLayout, Sequence, to_device
 from minirl.model.batch_invariance import apply_activation, at_least_fp32, cache_measurement
 from minirl.model.config import DeltaNet
+from minirl.model.portable_attention import select_rows
 
 
 class DeltaRows(NamedTuple):
@@ -136,7 +137,7 @@ def run_chunks(
         last_chunks = index.output_index[last_rows] // DELTA_CHUNK  # [sequences]
         new_states = (torch.cat(begin_states), chunks.k.mT, torch.cat(updates), chunks.decay)
         for pool, values in zip(states[1:], new_states, strict=True):
-            pool[slots] = values[last_chunks]
+            pool[slots] = values.index_select(0, last_chunks)
     output_rows = torch.cat(outputs).transpose(1, 2).flatten(0, 1)  # [N x C, H, Dv]
     return output_rows[index.output_index]
 
@@ -186,17 +187,16 @@ def run_row(
     states.keys[slots, :, :, column] = rows.k
     states.decays[slots, :, column] = rows.decay
 
-    # The N states to read, and the index of each sequence among these states.
+    # The rows of the N states to read, and the index of each sequence among these rows.
+    state_rows: slice | Tensor = slots
     sequence = torch.arange(len(slots), device=slots.device)
+    state_index = sequence
     if slots.device.type == "cpu" and int(slots.max()) < 2 * len(slots):
-        # Read all states in place, up to the highest slot: a step with 64 sequences and states of 1 MiB would take
-        # 3 to 4 times as long with a copy.
+        # Read all states in place, up to the highest slot. With 64 sequences and states of 1 MiB, copying would make a
+        # step 3 to 4 times as slow.
+        state_rows = slice(int(slots.max()) + 1)
         state_index = slots
-        read_states = [pool[: int(slots.max()) + 1] for pool in states[1:]]
-    else:
-        state_index = sequence
-        read_states = [pool.index_select(0, slots) for pool in states[1:]]
-    state, keys, updates, decays = read_states
+    state, keys, updates, decays = (select_rows(pool, state_rows) for pool in states[1:])
 
     # The sequence for each state. Idle slots repeat the computation for the first sequence, and the results are
     # discarded.
@@ -309,7 +309,7 @@ def _run_rows(rows: DeltaRows, shape: DeltaNet, length: int, num_sequences: int,
     """Return `run_row`'s outputs [num_sequences x length, H, Dv] for the first sequences, each with `length` rows."""
     slots = torch.arange(num_sequences)
     cache = StateCache(shape, num_sequences, dtype=torch.float32, device=slots.device)
-    states = cache.layer(shape.layers[0])
+    states = cache.layers[shape.layers[0]]
     outputs = []
     for position in range(length):
         positions = torch.full_like(slots, position)

@@ -38,6 +38,7 @@ class StateCache:
     """The states of all layers for the sequences in a cache. A sequence's slot has the same index as its row.
 
     A prefill overwrites all states in its rows.
+    layers: each layer's states, keyed by layer index.
     chunk_size: a decode step may compute several tokens of a sequence if they all lie in one chunk of this size.
     """
 
@@ -46,13 +47,13 @@ class StateCache:
     def __init__(self, shape: DeltaNet, num_rows: int, *, dtype: torch.dtype, device: torch.device):
         """Allocate zero-initialized states for all rows. dtype: the model's dtype."""
         self._device = device
-        self._states: dict[int, DeltaStates] = {}
+        self.layers: dict[int, DeltaStates] = {}
         head_shape = (num_rows, shape.num_value_heads)
         key_dim = shape.key_head_dim
         value_dim = shape.value_head_dim
         zeros = functools.partial(torch.zeros, dtype=at_least_fp32(dtype), device=device)
         for layer in shape.layers:
-            self._states[layer] = DeltaStates(
+            self.layers[layer] = DeltaStates(
                 inputs=zeros(num_rows, shape.kernel_size, shape.num_channels, dtype=dtype),
                 state=zeros(*head_shape, key_dim, value_dim),
                 keys=zeros(*head_shape, key_dim, DELTA_CHUNK),
@@ -63,16 +64,12 @@ class StateCache:
     @property
     def nbytes(self) -> int:
         """Total size of the states in bytes."""
-        return sum(pool.nbytes for states in self._states.values() for pool in states)
-
-    def layer(self, index: int) -> DeltaStates:
-        """Return the states of one layer."""
-        return self._states[index]
+        return sum(pool.nbytes for states in self.layers.values() for pool in states)
 
     def fork(self, parent: int, rows: Sequence[int]) -> None:
         """Copy the states of one row to other rows."""
         forks = to_device(torch.tensor(rows), self._device)
-        for states in self._states.values():
+        for states in self.layers.values():
             for pool in states:
                 pool[forks] = pool[parent].clone()
 
@@ -85,8 +82,8 @@ class StateCache:
         if not begins_chunk.any():
             return
         slots = to_device(rows[begins_chunk], self._device)
-        for states in self._states.values():
-            state, keys, updates, decays = (pool[slots] for pool in states[1:])
+        for states in self.layers.values():
+            state, keys, updates, decays = (pool.index_select(0, slots) for pool in states[1:])
             cum_decay = decays.cumsum(-1)
             states.state[slots] = next_state(state, keys, updates, cum_decay)
 
